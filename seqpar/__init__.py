@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .comm.trace import Trace, trace
+from .decoding import KeyValueCache
 from .functional import (
     attention,
     context_parallel_attention,
@@ -74,6 +75,7 @@ __all__ = [
     "ContextParallelAttention",
     "Hardware",
     "HybridAttention",
+    "KeyValueCache",
     "LocalAttention",
     "Mask",
     "MegatronAttention",

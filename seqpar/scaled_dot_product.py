@@ -6,7 +6,7 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .checks import check_int
+from .decoding import KeyValueCache
 from .functional import attention
 from .mask import Mask
 from .sharding import Sharding
@@ -58,6 +59,8 @@ def sdpa(
     *,
     sharding: Sharding,
     mask: Mask | None = None,
+    cache: KeyValueCache | None = None,
+    layer: Hashable = None,
     **options: Unpack[SdpaOptions],
 ) -> Tensor:
     """``torch.nn.functional.scaled_dot_product_attention`` of this rank's tokens over the tokens of all ranks.
@@ -76,6 +79,9 @@ def sdpa(
         enable_gqa: whether ``kv_heads`` may be smaller than ``heads``.
         sharding: how the tokens are sharded.
         mask: which keys each query sees, in positions of the full sequence; instead of ``is_causal``.
+        cache: for generation: ``cache.attention`` computes the call, which may then have new tokens. Made with the
+            same sharding.
+        layer: what the layer is called in the cache, such as its index.
         options: ``strategy`` ("ring" by default) and its options, and other keyword arguments of ``seqpar.attention``.
 
     Returns:
@@ -105,6 +111,10 @@ def sdpa(
     if mask is None:
         mask = _CAUSAL if is_causal else _FULL
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, d], [b, s, n, d], [b, s, n, e]
+    if cache is not None:
+        _check_cache(cache, sharding, dropout_p)
+        cached_options: Any = options
+        return cache.attention(layer, q, k, v, mask=mask, softmax_scale=scale, **cached_options).transpose(1, 2)
     out = attention(q, k, v, mask=mask, sharding=sharding, softmax_scale=scale, dropout_p=dropout_p, **options)
     return out.transpose(1, 2)
 
@@ -127,6 +137,9 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             a mask, ``is_causal=True`` restricts it to causal pairs.
         whole_keys: the lengths of keys that every rank holds in full, such as the text of a cross-attention. PyTorch
             computes attention over these keys on each rank.
+        cache: for generation: a cache made with the same sharding. The model is called with this rank's tokens of the
+            prompt in the first block, and with new tokens, the same on every rank, in each later block. The calls of a
+            block are the layers, so each block calls the model once.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -146,6 +159,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
         mask: Mask | None = None,
         *,
         whole_keys: Collection[int] = (),
+        cache: KeyValueCache | None = None,
         **options: Unpack[SdpaOptions],
     ) -> None:
         super().__init__()
@@ -160,7 +174,9 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
                 f"whole_keys={sorted(shared)}: a rank holds as many tokens of the sequence, so keys of this length "
                 "could be either; pad the sequence or the other keys to another length"
             )
-        self.sharding, self.options, self.whole_keys = sharding, options, tuple(whole_keys)
+        if cache is not None:
+            _check_cache(cache, sharding, 0.0)
+        self.sharding, self.options, self.whole_keys, self.cache = sharding, options, tuple(whole_keys), cache
         self.mask = _FULL if mask is None else mask
         self.causal_mask = _CAUSAL if mask is None else mask & _CAUSAL
         self.calls = 0
@@ -233,8 +249,19 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             enable_gqa,
             sharding=self.sharding,
             mask=mask,
+            cache=self.cache,
+            layer=self.calls,
             **self.options,
         )
+
+
+def _check_cache(cache: KeyValueCache, sharding: Sharding, dropout_p: float) -> None:
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
+    if cache.sharding != sharding:
+        raise ValueError(f"sharding: {sharding}, but the cache was made with {cache.sharding}; pass cache.sharding")
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p}: generation drops nothing; call model.eval()")
 
 
 def _check_checkpoint() -> None:

@@ -168,8 +168,8 @@ class Sharding(Opaque):
             RuntimeError: the ranks compared their ``x``, and another rank raised an error on its own.
         """
         check_bool("check", check)
-        if _compares_now(self.sequence_group) or check:
-            _compare(x, lambda: self._check_full(x, dim), self.sequence_group)
+        if compares_now(self.sequence_group) or check:
+            compare(x, lambda: self._check_full(x, dim), self.sequence_group)
         dim = self._check_full(x, dim)
         if self.sequence_group is None:
             return x
@@ -507,7 +507,7 @@ class _FullHeader(NamedTuple):
 _calls: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
 
 
-def _compares_now(group: ProcessGroup | None) -> bool:
+def compares_now(group: ProcessGroup | None) -> bool:
     """Whether the environment variable SEQPAR_CHECK asks the ranks of ``group`` to compare the tensor of this call."""
     every = check_every()
     if not every or group is None:
@@ -528,7 +528,14 @@ def check_every() -> int | None:
     return None if given is None else int(given)
 
 
-def _compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None) -> None:
+_SAME_ROWS = (
+    "give all of them the same rows. Usually a sampler has dealt the rows to all ranks: in a data loader, use "
+    "DistributedSampler(dataset, num_replicas=dp, rank=dp_rank), with the size of the mesh's dp dimension and this "
+    "rank's index in it"
+)
+
+
+def compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None, advice: str = _SAME_ROWS) -> None:
     """Raise a ValueError on every rank if the ranks' ``x`` differ. ``check()`` raises if ``x`` does not fit."""
 
     def header() -> _FullHeader:
@@ -540,9 +547,7 @@ def _compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None) ->
     if other := [rank for rank, content in enumerate(contents) if content != contents[0]]:
         raise OtherRowsError(
             f"x: rank(s) {other} of the {len(contents)} ranks that share the sequence hold another tensor than rank 0; "
-            "give all of them the same rows. Usually a sampler has dealt the rows to all ranks: in a data loader, use "
-            "DistributedSampler(dataset, num_replicas=dp, rank=dp_rank), with the size of the mesh's dp dimension and "
-            "this rank's index in it"
+            + advice
         )
 
 

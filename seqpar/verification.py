@@ -159,9 +159,7 @@ def verify(
     for name, function in (("step", step), ("reference", reference)):
         if not callable(function):
             raise TypeError(f"{name}={function!r}: expected a function that returns the loss after its backward")
-    if tolerance is None:
-        dtypes = {p.dtype for p in model.parameters()} & TOLERANCE.keys()
-        tolerance = max((TOLERANCE[dtype] for dtype in dtypes), default=TOLERANCE[torch.float32])
+    tolerance = tolerance_of(model) if tolerance is None else tolerance
     check_mesh_and_group(None, group)
     group = group or dist.group.WORLD
     tolerance = check_number("tolerance", tolerance)
@@ -169,6 +167,12 @@ def verify(
     if raise_on_error and not report.ok:
         raise VerificationError(report)
     return report
+
+
+def tolerance_of(model: nn.Module) -> float:
+    """The default tolerance for the lowest precision of the model's parameters."""
+    dtypes = {p.dtype for p in model.parameters()} & TOLERANCE.keys()
+    return max((TOLERANCE[dtype] for dtype in dtypes), default=TOLERANCE[torch.float32])
 
 
 def _same_loss(loss: float, expected: float, tolerance: float) -> bool:
@@ -183,7 +187,7 @@ def _compare(
     tolerance: float,
     group: ProcessGroup | None,
 ) -> StepReport:
-    with _unchanged(model), _unchanged(reference_model):
+    with _without_dropout(model), _without_dropout(reference_model):
         expected_loss, expected = _run(reference, reference_model)
         ranks = size_of(group)
         references = _gather(expected_loss, group)
@@ -350,22 +354,30 @@ def _watching(asked: list[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Dropout is off inside the block; afterwards gradients, buffers, modes and random states are as before."""
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """After the block, the gradients, buffers and modes of ``model``, and the random state, are as before."""
     gradients = [(p, p.grad) for p in model.parameters()]
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    random = (_DropoutNd, nn.MultiheadAttention, AttentionLayer)
-    modes = [(m, m.training) for m in model.modules() if isinstance(m, random)]
+    modes = [(m, m.training) for m in model.modules()]
+    buffers = [(m, n, b) for m in model.modules() for n, b in m._buffers.items()]
+    values = [None if b is None else b.detach().clone() for *_, b in buffers]
+    on_cuda = any(p.is_cuda for p in model.parameters())
     try:
-        with torch.random.fork_rng():
-            for module, _ in modes:
-                module.training = False
+        with torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []):
             yield
     finally:
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for (module, name, buffer), value in zip(buffers, values, strict=True):
+                module._buffers[name] = None if buffer is None or value is None else buffer.copy_(value)
         for p, gradient in gradients:
             p.grad = gradient
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    random = (_DropoutNd, nn.MultiheadAttention, AttentionLayer)
+    with unchanged(model):
+        for module in model.modules():
+            module.training = module.training and not isinstance(module, random)
+        yield

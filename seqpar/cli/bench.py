@@ -106,13 +106,13 @@ def bench(
     with bad_options():
         options["seq_len"] = tuple(map(read_tokens, seq_len or ()))
         config = BenchConfig(**options)
+        check_int("nproc", nproc, 1)
+        config.check(int(os.environ["WORLD_SIZE"]) if under_launcher() else nproc)
+        adapters(config.peer_names)
     if under_launcher():
         run_bench(config)
         return
     with bad_options():
-        check_int("nproc", nproc, 1)
-        config.check(nproc)
-        adapters(config.peer_names)
         make_folder(Path(out))
     launch(run_bench, nproc, config, deadline_s=_DEADLINE_S)
 
@@ -121,12 +121,9 @@ def run_bench(config: BenchConfig) -> None:
     """Run one rank of the comparison. Rank 0 prints the tables and writes the files.
 
     Raises:
-        CommandError: an option is not allowed, or the results of a strategy of seqpar are wrong.
+        CommandError: too few GPUs, a folder that cannot be made, or wrong results of a strategy of seqpar.
     """
     start = time.monotonic()
-    with bad_options():
-        config.check(int(os.environ["WORLD_SIZE"]))
-        peers = adapters(config.peer_names)
     device = join(_TIMEOUT, config.device)
     assert dist.group.WORLD is not None
     hosts = len(ranks_by_host(dist.group.WORLD))
@@ -145,7 +142,9 @@ def run_bench(config: BenchConfig) -> None:
             highlight=False,
         )
     with console.status("starting") if is_first else nullcontext() as status:
-        results = run_cases(config, cases, device, peers, status.update if status else lambda text: None)
+        results = run_cases(
+            config, cases, device, adapters(config.peer_names), status.update if status else lambda text: None
+        )
     if is_first:
         report(results, facts, folder, console, config.charts)
         console.print(

@@ -139,18 +139,20 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
     """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``."""
     if full_call.fused:
         output = _reduce_fused_loss(output, forward, full_call)
-    outputs = "full" if full_call.fills_cache else forward.patch.outputs
+    patch = forward.patch
+    scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
+    outputs = "full" if full_call.fills_cache else patch.outputs
     leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
         if full_call.logits is not full_call.tokens:
             raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
-        return output if outputs == "local" else _gather("", output, forward, full_call)
+        return output if outputs == "local" else _gather("", output, full_call, patch, scale)
     named = dict(output.items())
     if leaves_logits_out and "logits" in named:
         named["logits"] = MissingLogits()
     if outputs != "local" or full_call.last is not None:
-        named = {name: _gather(name, x, forward, full_call) for name, x in named.items()}
+        named = {name: _gather(name, x, full_call, patch, scale) for name, x in named.items()}
         named = finish(named, full_call, forward.model)
     return type(output)(**named)
 
@@ -181,22 +183,20 @@ def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> An
     return type(output)(**{**output, "loss": loss})
 
 
-def _gather(name: str, x: Any, forward: Forward, full_call: FullCall) -> Any:
+def _gather(name: str, x: Any, full_call: FullCall, patch: Patch, scale: int) -> Any:
     """The output ``x`` called ``name``, all-gathered if it has a value for each token.
 
     An output without a name (``return_dict=False``) has one for each token if it has the shape of hidden states.
     """
-    patch = forward.patch
     if name == "router_logits" and isinstance(x, tuple):
         x = join_tiles(x, full_call.rows * len(full_call.tokens[patch.rank]))
     if isinstance(x, tuple | list):
-        return type(x)(_gather(name, y, forward, full_call) for y in x)
+        return type(x)(_gather(name, y, full_call, patch, scale) for y in x)
     if isinstance(x, LazyLogits):
         x, name = x.materialize(), "logits"
     is_output = isinstance(x, Tensor) and not isinstance(x, MissingLogits)
     if patch.ranks == 1 or not is_output or not (name in PER_TOKEN or (not name and x.dim() == 3)):
         return x
-    scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
     places = full_call.logits if name == "logits" else full_call.tokens
     if name == "router_logits":  # [batch * seq_local, experts]
         return all_gather_tokens(x.unflatten(0, (full_call.rows, -1)), places, patch, scale).flatten(0, 1)

@@ -1,15 +1,10 @@
-"""Generation with a sharded key/value cache: each rank caches the keys and values of some of the tokens.
+"""Generation by transformers with a sharded key/value cache (see ``decoding.py``).
 
 ``model.generate`` runs on every rank with the same full prompt. The first forward, the prefill, is a call with a full
-batch: each rank computes its tokens of the prompt, and caches their keys and values.
+batch: each rank computes its tokens of the prompt, and caches their keys and values. Each later forward is a decoding
+step.
 
-Each later forward is a decoding step. Every rank computes all new tokens, but only rank ``position % ranks`` caches the
-keys and values of the new token at ``position``. In each attention layer, every rank attends with the new queries to
-the keys in its own cache. One all-gather exchanges the partial results ``acc, lse`` of all ranks, and every rank merges
-them (Tree Attention, Shyam et al., 2024).
-
-Shapes: b batch, new tokens of a forward, cached tokens of this rank, h query heads, n KV heads, g query heads per KV
-head (h / n), d head_dim.
+Shapes: b batch, new tokens of a forward, cached tokens of this rank, h query heads, n KV heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -18,25 +13,20 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..checks import no_compile
-from ..comm.collectives import all_gather_single
 from ..comm.handshake import Fingerprint, all_gather_header
-from ..comm.trace import count_sent
-from ..kernels import select
-from ..kernels.base import Carry, Score, empty_carry, finish, merge_
+from ..decoding import GrowingBuffer, attend_to_cached
+from ..heads import Heads
+from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
-from ..schedule.rows import KeyIntervals
 from .batch import checksum
 from .full_batch import shard_call
 from .key_values import storing_layer
 from .state import DecodeShard, FullCall, Patch
 from .support import recomputes
 
-_GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``decode``
 _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
 
 
@@ -125,39 +115,6 @@ def _left_padding(attention_mask: Tensor | None) -> Mask:
     return Mask.padding(starts[:1] if len(set(starts)) == 1 else starts)
 
 
-class _GrowingBuffer:
-    """Longer than the cached tensor along ``dim``, so that an append copies only the new tokens."""
-
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
-        self.buffer: Tensor | None = None
-
-    @torch.no_grad()
-    def append(self, cached: Tensor, new: Tensor) -> Tensor:
-        """``cached`` followed by ``new`` along ``dim``, as a view of the buffer."""
-        length, added = cached.shape[self.dim], new.shape[self.dim]
-        buffer, start = self.buffer, self._start_of(cached)
-        if buffer is None or start is None or start + length + added > buffer.shape[self.dim]:
-            shape = list(cached.shape)
-            shape[self.dim] = length + added + max(64, length // 8)
-            buffer = self.buffer = cached.new_empty(shape)
-            buffer.narrow(self.dim, 0, length).copy_(cached)
-            start = 0
-        buffer.narrow(self.dim, start + length, added).copy_(new)
-        return buffer.narrow(self.dim, start, length + added)
-
-    def _start_of(self, cached: Tensor) -> int | None:
-        """Where ``cached`` starts in the buffer. None if it is no view of it: beam search makes reordered copies."""
-        buffer, dim = self.buffer, self.dim
-        if buffer is None or cached.shape[:dim] != buffer.shape[:dim] or cached.stride() != buffer.stride():
-            return None
-        if buffer.is_inference() and not torch.is_inference_mode_enabled():  # writing to it would raise
-            return None
-        if cached.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
-            return None
-        return cached.storage_offset() // buffer.stride(dim)
-
-
 class ShardedCacheLayer(DynamicLayer):
     """This rank's part of one layer's cache. Its lengths and offsets count the tokens of the full sequence.
 
@@ -180,7 +137,7 @@ class ShardedCacheLayer(DynamicLayer):
         self._make_buffers()
 
     def _make_buffers(self) -> None:
-        self._key_buffer, self._value_buffer, self._position_buffer = (_GrowingBuffer(dim) for dim in (2, 2, 0))
+        self._key_buffer, self._value_buffer, self._position_buffer = (GrowingBuffer(dim) for dim in (2, 2, 0))
 
     def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
         """Set which tokens the next ``update`` appends, after which the full sequence has ``total`` tokens.
@@ -291,8 +248,6 @@ def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int
             layer.expect(positions, select_new, total)
 
 
-@no_compile
-@torch.no_grad()
 def decode(
     module: nn.Module,
     q: Tensor,  # [b, new, h, d], the same on every rank
@@ -304,66 +259,11 @@ def decode(
     score: Score,
     name: str,
 ) -> Tensor:
-    """Attention of the new tokens over the cached keys of all ranks: [b, new, h, v_head_dim], without gradients.
-
-    The result is in q's dtype and bitwise equal on all ranks.
-    """
+    """Attention of the new tokens over the cached keys of all ranks: [b, new, h, v_head_dim], without gradients."""
     positions = shard.cache.layers[storing_layer(module)].attended
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
+    heads = Heads.of_model(q.shape[2], k.shape[2])
+    cached = k, v, positions
     mask = layer_mask(shard.mask, *in_layer)
-    # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
-    new = q.shape[1]
-    bytes_per_token = patch.ranks * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4
-    chunk = max(1, _GATHERED_BYTES // bytes_per_token)
-    outs = []
-    for start in range(0, new, chunk):
-        stop = min(start + chunk, new)
-        queries = range(shard.start + start, shard.start + stop)
-        intervals = _key_intervals(mask, shard, positions, queries, q.shape[2] // k.shape[2], q.device)
-        part = None if intervals is None else _attend(q[:, start:stop], k, v, intervals, score, patch.backend)
-        merged = _merge_over_ranks(*(part or empty_carry(q[:, start:stop], v.shape[3])), patch)
-        outs.append(finish(merged, score, q.dtype)[0])
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-
-
-def _key_intervals(
-    mask: Mask, shard: DecodeShard, positions: Tensor, queries: range, q_per_kv: int, device: torch.device
-) -> KeyIntervals | None:
-    """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``q_per_kv`` times.
-
-    None if no query sees a key. Layers with equal masks share the result, which ``shard`` caches.
-    """
-    # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
-    key = mask, queries, q_per_kv, len(positions), device
-    if key not in shard.intervals:
-        rows = torch.arange(queries.start, queries.stop).repeat_interleave(q_per_kv)
-        lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
-        unused = rows.int()  # global positions, which only ALiBi and dropout read
-        is_empty = not bool((lo < hi).any())
-        shard.intervals[key] = None if is_empty else KeyIntervals(lo, hi, unused, unused).to(device)
-    return shard.intervals[key]
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str) -> Carry:
-    """The attention over this rank's cached keys: float32 ``acc [b, new, h, v_head_dim]`` and ``lse [b, h, new]``."""
-    # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key once.
-    g = q.shape[2] // k.shape[2]
-    q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
-    acc, lse = select(backend, q, k, score, v_head_dim=v.shape[3]).forward(q, k, v, intervals, score, None, False)
-    return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)
-
-
-def _merge_over_ranks(acc: Tensor, lse: Tensor, patch: Patch) -> Carry:
-    """Merge the partial results of all ranks, in the order of the ranks: the result is bitwise equal on all ranks."""
-    if patch.group is None or patch.ranks == 1:
-        return acc, lse
-    packed = torch.cat([acc.flatten(), lse.flatten()])
-    gathered = packed.new_empty(patch.ranks, len(packed))
-    all_gather_single(gathered.view(-1), packed, group=patch.group)
-    count_sent(packed.nbytes * (patch.ranks - 1), patch.group, messages=patch.ranks - 1)
-    parts = [(x[: acc.numel()].view(acc.shape), x[acc.numel() :].view(lse.shape)) for x in gathered]
-    merged_acc, merged_lse = parts[0]
-    for part_acc, part_lse in parts[1:]:
-        merge_(merged_acc, merged_lse, part_acc, part_lse)
-    return merged_acc, merged_lse
+    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, patch.backend, shard.intervals)

@@ -5,7 +5,6 @@ The hooks write this state. The attention function and the loss function, which 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,11 +16,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
 from ..checks import no_compile
+from ..decoding import Intervals
 from ..kernels import BackendName
 from ..layout import Layout
 from ..mask import LayerMask, Mask
 from ..mesh import rank_in, size_of
-from ..schedule.rows import KeyIntervals
 from ..sharding import Sharding
 from ..strategies import StrategyName, StrategyOptions
 from .batch import BatchShard
@@ -119,7 +118,7 @@ class DecodeShard:
     start: int  # the global position of the first new token
     mask: Mask  # the padding at the start of the prompt; each layer adds its causality and window
     # Layers with the same mask share intervals. The key holds everything that the intervals depend on.
-    intervals: dict[Hashable, KeyIntervals | None] = field(default_factory=dict, repr=False)
+    intervals: Intervals = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

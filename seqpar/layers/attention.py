@@ -29,6 +29,7 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
+from ..decoding import KeyValueCache
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_lengths
 from ..mask import Mask
@@ -166,6 +167,7 @@ class AttentionLayer(nn.Module):
         sharding: Sharding | None = None,
         positions: Tensor | None = None,
         seq_len: int | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attention over the full sequence, for this rank's tokens.
 
@@ -181,6 +183,10 @@ class AttentionLayer(nn.Module):
                 all-gathers them and computes a rotary table of its own, which by default the layers share.
             seq_len: the length of the full sequence, if no ``sharding`` is given. With it there is no handshake
                 either.
+            cache: for generation, without gradients. In the first call with a ``KeyValueCache``, ``x_local`` are this
+                rank's tokens of the prompt, sharded as ``cache.sharding``. In every later call they are the new tokens
+                ``[batch, new, hidden]``, the same on every rank, and so is the result; ``positions`` are then
+                ``[new]`` or ``[batch, new]``. ``mask`` is in positions of the full sequence, which grows.
 
         Returns:
             ``y_local [batch, seq, hidden]``, of the same tokens.
@@ -193,6 +199,8 @@ class AttentionLayer(nn.Module):
         ``torch.compile`` traces the layer, with attention as one operator, if it is given a ``sharding``. Otherwise the
         layer is one graph break in the code around it.
         """
+        if cache is not None:
+            return self._compute_cached(x_local, mask, sharding, positions, seq_len, cache)
         if isinstance(sharding, Sharding) and seq_len is None and self.layout in (None, sharding.layout):
             return self._compute(x_local, mask, sharding, positions)
         return self._agree_and_compute(x_local, mask, sharding, positions, seq_len)
@@ -236,28 +244,75 @@ class AttentionLayer(nn.Module):
         assert seq_len is not None
         return self._compute(x, mask, Sharding(seq_len, layout, **where), positions, joins_backward)
 
+    @no_compile
+    def _compute_cached(
+        self,
+        x: Tensor,
+        mask: Mask,
+        sharding: Sharding | None,
+        positions: Tensor | None,
+        seq_len: int | None,
+        cache: KeyValueCache,
+    ) -> Tensor:
+        """``forward`` with a cache: of the prompt's tokens on this rank, or of new tokens."""
+        if not isinstance(cache, KeyValueCache):
+            raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
+        if sharding not in (None, cache.sharding) or seq_len is not None:
+            raise ValueError("sharding: a call with a cache takes cache.sharding; leave sharding and seq_len out")
+        cache.check_no_grad()
+        if self.training and self.spec.dropout_p:
+            raise ValueError(f"dropout_p={self.spec.dropout_p}: generation drops nothing; call model.eval()")
+        if self.rope is not None and self.rope.needs_length:
+            raise ValueError(
+                "rope_type='dynamic': its angles change with the length, but cached keys keep their angles; generate "
+                "with another scaling, such as 'ntk' or 'yarn', or without a cache"
+            )
+        if not cache.holds(self):
+            return self._compute(x, mask, cache.sharding, positions, False, cache)
+        self._check_input(x, mask, positions)
+        cache.check_new(x)
+        spec = self._call_spec(x, mask, cache.sharding, cached=True)
+        q, k, v = self._heads_of(x, None)
+        if self.rope is not None:
+            q, k = self.rope(q, k, cache.new_positions(self, x.shape[1]) if positions is None else positions)
+        group = cache.sharding.place(spec, self._parallel_context).sequence
+        out = cache.attend(self, q, k, v, self.local_weight("sinks"), spec, mask, group)
+        return self._output(out.flatten(2), None)
+
     def _compute(
-        self, x: Tensor, mask: Mask, sharding: Sharding, positions: Tensor | None, joins_backward: bool = True
+        self,
+        x: Tensor,
+        mask: Mask,
+        sharding: Sharding,
+        positions: Tensor | None,
+        joins_backward: bool = True,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """``forward`` with a sharding, in eager and in compiled code.
 
-        ``joins_backward`` is False if no rank's inputs require gradients.
+        ``joins_backward`` is False if no rank's inputs require gradients. An empty ``cache`` stores keys and values.
         """
         self._check_input(x, mask, positions, sharding)
-        ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
+        ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding, cached=cache is not None)
         length = self._rotary_length(x, positions, sharding)
         tokens = self._gathered_tokens(x, sharding, spec)
         if tokens is not None:  # the projections communicate
             x = with_gradient(x) if joins_backward else x
             if positions is not None and self.rope is not None:
                 positions = all_gather_positions(positions, *tokens[1:])
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self._project(x, tokens))  # [b, s, h or n, d]
-        q, k = normalized(q, self.q_norm), normalized(k, self.k_norm)
+        q, k, v = self._heads_of(x, tokens)
         if self.rope is not None:
             positions = operators.global_positions(q, sharding, ranks, spec) if positions is None else positions
             q, k = self.rope(q, k, positions, length)
+        if cache is not None:
+            cache.fill(self, k, v, operators.global_positions(k, sharding, ranks, spec))
         out = self._attend(q, k, v, mask, sharding, spec, joins_backward)
         return self._output(out, tokens)
+
+    def _heads_of(self, x: Tensor, tokens: ShardedTokens | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q ``[b, s, h, d]``, k and v ``[b, s, n, d]``, before the rotary embedding."""
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in self._project(x, tokens))
+        return normalized(q, self.q_norm), normalized(k, self.k_norm), v
 
     def _attend(
         self,
@@ -285,15 +340,18 @@ class AttentionLayer(nn.Module):
         length: Tensor = rotary_length(x, positions, sharding)
         return length
 
-    def _call_spec(self, x: Tensor, mask: Mask, sharding: Sharding) -> AttentionSpec:
-        """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto"."""
+    def _call_spec(self, x: Tensor, mask: Mask, sharding: Sharding, cached: bool = False) -> AttentionSpec:
+        """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto".
+
+        With ``cached`` keys no keys are replicated.
+        """
         spec = self.spec.having(returns_saved=True) if torch.compiler.is_compiling() else self.spec
         if spec.dropout_p and not self.training:
             spec = spec.having(dropout_p=0.0, draws_seed=False)
         if spec.strategy == "auto":
             cluster = sharding.layout, sharding.ranks, sharding.per_host
             spec = named(spec, mask, self.num_heads, self.num_kv_heads, *cluster)
-        return spec
+        return spec.having(replicated=False) if cached else spec
 
     def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
@@ -309,6 +367,8 @@ class AttentionLayer(nn.Module):
     def _gathered_tokens(self, x: Tensor, sharding: Sharding, spec: AttentionSpec) -> ShardedTokens | None:
         """The tokens that are all-gathered before the projections; None if the layer does not all-gather."""
         return None
+
+    # Without ``tokens``, nothing is all-gathered: x has all tokens that this rank attends with.
 
     def _project(self, x: Tensor, tokens: ShardedTokens | None) -> Sequence[Tensor]:
         """q ``[b, s, h * d]``, k and v ``[b, s, n * d]`` of the tokens that this rank attends with."""

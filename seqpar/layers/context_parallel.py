@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checks import check_choice
+from ..decoding import KeyValueCache
 from ..mask import Mask
 from ..sharding import Sharding
 from ..spec import AttentionSpec
@@ -85,10 +86,16 @@ class ContextParallelAttention(AttentionLayer):
                 )
 
     def _compute(
-        self, x: Tensor, mask: Mask, sharding: Sharding, positions: Tensor | None, joins_backward: bool = True
+        self,
+        x: Tensor,
+        mask: Mask,
+        sharding: Sharding,
+        positions: Tensor | None,
+        joins_backward: bool = True,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
-        if self.gather == "kv":
-            return super()._compute(x, mask, sharding, positions, joins_backward)
+        if self.gather == "kv" or cache is not None:
+            return super()._compute(x, mask, sharding, positions, joins_backward, cache)
         self._check_input(x, mask, positions, sharding)
         ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
         length = self._rotary_length(x, positions, sharding)

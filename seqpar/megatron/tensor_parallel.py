@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
+from ..comm.collectives import all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
@@ -122,6 +123,9 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         return column_linear(x, (self.q_proj, self.k_proj, self.v_proj), tokens)
 
     def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
+        if tokens is None and self._tensor_ranks > 1:  # new tokens of a generation, which every rank has
+            y = all_reduce(F.linear(out, self.o_proj.local_weight("weight")), self._parallel_context.tensor)
+            return y if self.o_proj.bias is None else y.add(self.o_proj.local_weight("bias"))
         return row_linear(out, self.o_proj, tokens)
 
     def extra_repr(self) -> str:
@@ -264,9 +268,12 @@ def _agree_and_compute(
 
 
 def column_linear(x: Tensor, linears: tuple[ShardedLinear, ...], tokens: ShardedTokens | None) -> list[Tensor]:
-    """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``."""
+    """All-gather the tokens and project them: ``x [b, s, in]`` to ``[b, t, out_local]`` for each of ``linears``.
+
+    Without ``tokens``, x has all of them.
+    """
     if tokens is None:
-        return [F.linear(x, linear.weight, linear.bias) for linear in linears]
+        return [F.linear(x, linear.local_weight("weight"), linear.local_weight("bias")) for linear in linears]
     outs = gather_and_project(x, [linear.local_weight("weight") for linear in linears], tokens)
     pairs = zip(outs, linears, strict=True)
     return [y if linear.bias is None else y + linear.local_weight("bias") for y, linear in pairs]

@@ -27,9 +27,9 @@ FLOORS = (
         "wrappers",
     ),
     ("schedule", "comm", "kernels"),
-    ("strategies", "planner", "functional", "scaled_dot_product", "sharding", "spec"),
+    ("strategies", "planner", "functional", "decoding", "scaled_dot_product", "sharding", "spec"),
     ("layers", "megatron", "memory", "verification"),
-    ("hf", "cli"),
+    ("hf", "cli", "adapters"),
     ("peers",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -31,13 +31,20 @@ class Decoder(nn.Module):
         self.stem, self.qkv, self.head = nn.Linear(16, 16), nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
         self.dropout = nn.Dropout(0.5)
 
-    def forward(self, ids: Tensor, positions: Tensor, sharding: Any = None, shards_after_stem: bool = False) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        sharding: Any = None,
+        shards_after_stem: bool = False,
+        mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
+    ) -> Tensor:
         x = self.dropout(self.stem(self.tokens(ids) + self.positions(positions)))
         if shards_after_stem:
             x = sharding.shard(x)
         q, k, v = self.qkv(x).unflatten(2, (3, 2, 8)).unbind(2)
         strategy: Any = "local" if sharding is None else "ring"
-        attended = seqpar.attention(q, k, v, strategy=strategy, mask=Mask.causal(), sharding=sharding)
+        attended = seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding)
         logits: Tensor = self.head(x + attended.flatten(2))
         return logits
 
@@ -76,8 +83,8 @@ class Run:
             positions = torch.arange(len(ids[0])) if mistake == "positions" else sharding.positions()
         if mistake == "labels":
             labels = ids.roll(-1, 1)
-        logits = self.model(ids, positions, sharding, stem)
-        gradients: Any = "sum" if mistake == "averaged" else "auto"
+        logits = self.model(ids, positions, sharding, stem, Mask.full() if mistake == "mask" else Mask.causal())
+        gradients: Any = {"averaged": "sum", "mean without a wrapper": "mean"}.get(mistake, "auto")
         if mistake in ("local mean", "uneven"):
             loss = self.losses(logits, labels, "mean")
         else:
@@ -95,12 +102,14 @@ class Run:
 MISTAKES = {
     "averaged": "1/2 of one device's: DDP or FSDP averages over 2 ranks",
     "not summed": "call seqpar.sync_gradients",
+    "mean without a wrapper": "pass gradients='mean' only where a wrapper averages",
     "local mean": "take the loss from seqpar.token_loss",
     "uneven": "the ranks have different numbers of labels",
     "stem summed": "used before shard",
     "rows": "the ranks hold different rows",
     "positions": "positions: the step did not",
     "labels": "labels that were shifted after",
+    "mask": "another mask",
 }
 
 

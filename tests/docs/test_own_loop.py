@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.utils.data
 from torch.distributed import ProcessGroup
 
 from examples import own_loop
 
-from ..pool import OwnPool, on_ranks, start
+from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
+from .test_docs import _blocks
 
 pytestmark = pytest.mark.slow
 
@@ -33,3 +37,18 @@ def test_the_losses_of_one_process(own: OwnPool, tmp_path: Path) -> None:
     assert train("resuming", 4, "--dp=2", checkpoint) == pytest.approx(expected[6:], abs=1e-5)
     for wrapper in ("none", "ddp", "fsdp2"):
         assert train(f"dp, {wrapper}", 4, "--dp=2", f"--wrapper={wrapper}") == pytest.approx(expected, abs=1e-5)
+
+
+@on_ranks
+def dealt(group: ProcessGroup, source: str) -> list[int]:
+    names: dict[str, Any] = {"torch": torch, "mesh": mesh_of(2, 2, 2, 1)}
+    exec(source, names)
+    return list(names["sampler"])
+
+
+def test_the_sampler_of_the_page(pool: Pool) -> None:
+    """The ranks of a sequence get the same rows, and the two dp ranks get all rows between them."""
+    (source,) = (source for _, source in _blocks("docs/own-code.md") if "DistributedSampler(" in source)
+    by_rank = pool.run(8, dealt, source)
+    assert by_rank[:4] == [by_rank[0]] * 4 and by_rank[4:] == [by_rank[4]] * 4
+    assert sorted(by_rank[0] + by_rank[4]) == list(range(8))

@@ -18,6 +18,7 @@ from transformers import DynamicCache, StaticCache
 
 import seqpar
 import seqpar.hf
+from seqpar import decoding
 from seqpar.comm.trace import trace
 from seqpar.hf import generate
 from seqpar.kernels import BackendName
@@ -156,7 +157,7 @@ def test_decode_memory_is_independent_of_cache_length(window: int | None) -> Non
 @on_ranks
 def continued(group: ProcessGroup, gathered_bytes: int) -> tuple[float, int, int, int]:
     """Results for a second prompt of 300 tokens: its error, largest tensor, attention calls and messages."""
-    before, generate._GATHERED_BYTES = generate._GATHERED_BYTES, gathered_bytes
+    before, decoding._GATHERED_BYTES = decoding._GATHERED_BYTES, gathered_bytes
     reference, model = model_of("llama"), seqpar.hf.parallelize(model_of("llama"), group=group)
     tokens = torch.randint(3, VOCAB, (1, 1500), generator=torch.Generator().manual_seed(1))
     cache = DynamicCache(config=model.config)
@@ -167,7 +168,7 @@ def continued(group: ProcessGroup, gathered_bytes: int) -> tuple[float, int, int
                 logits = model(input_ids=tokens[:, 1200:], past_key_values=cache).logits
             expected = reference(input_ids=tokens).logits[:, 1200:]
     finally:
-        generate._GATHERED_BYTES = before
+        decoding._GATHERED_BYTES = before
     return float((logits - expected).abs().max()), made.largest, t.backends["cpu"], t.messages
 
 

@@ -389,6 +389,7 @@ def test_trial_run_after_a_call(kind: str) -> None:
         parallel(model)
     again = model(**batch, output_hidden_states=True)
     assert abs(again.loss.item() - expected.item()) < LOSS and len(again.hidden_states) == 3
+    seqpar.hf.restore(model)  # so that no other test finds its router loss
 
 
 def test_verify_of_a_module_that_returns_a_loss() -> None:

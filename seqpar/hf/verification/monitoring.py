@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from ...verification import TOLERANCE, VerificationError
+from ...verification import VerificationError, tolerance_of
 from ...wrappers import outermost
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
 from .comparison import Difference, FullBatch
-from .recording import LIBRARIES, lowest_dtype, unsharded_parameters
+from .recording import LIBRARIES, unsharded_parameters
 from .run import DEADLINE_S, VerificationReport, exchange, verify
 
 _log = logging.getLogger("seqpar")
@@ -97,7 +97,7 @@ class _Monitor:
         with torch.no_grad():
             batch = self._some_tokens(self._unsharded(batch))
         self._check_summed(FullBatch(batch, self.patch, self.root).seq_len)
-        tolerance = TOLERANCE[lowest_dtype(self.root)]
+        tolerance = tolerance_of(self.root)
         if self.foreign:  # nobody asked for this run, so that rounding must not end the training
             tolerance *= 4
         return verify(outermost(self.root), batch, raise_on_error=False, tolerance=tolerance)
@@ -112,7 +112,7 @@ class _Monitor:
         values = torch.stack([*norms.values()]).tolist() if norms else []
         by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
         ranks = [dict(rank[0]) for rank in by_rank]
-        tolerance, nan = TOLERANCE[lowest_dtype(root)], float("nan")
+        tolerance, nan = tolerance_of(root), float("nan")
         why = "it differs between the ranks: the ranks' partial gradients were not summed"
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             norm = [rank.get(name, 0.0) for rank in ranks]

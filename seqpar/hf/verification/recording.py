@@ -27,7 +27,7 @@ from transformers.masking_utils import (
 
 from ...comm.communicator import existing_communicators
 from ...rendezvous import group_timeout
-from ...verification import TOLERANCE
+from ...verification import unchanged
 from ...wrappers import outermost
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
@@ -258,32 +258,17 @@ def _mask_of_documents(
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def evaluated(model: nn.Module) -> Iterator[None]:
     """In the block, ``model`` is in evaluation mode and not compiled. Afterwards its state is restored."""
     compiled = any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in model.modules())
-    on_cuda = any(p.is_cuda for p in model.parameters())
-    with ExitStack() as stack:
-        for p in model.parameters():
-            stack.callback(setattr, p, "grad", p.grad)
+    with unchanged(model), ExitStack() as stack:
         for module in model.modules():
-            stack.callback(setattr, module, "training", module.training)
-            for name, buffer in module._buffers.items():
-                value = None if buffer is None else buffer.detach().clone()
-                stack.callback(_restore_buffer, module, name, buffer, value)
             if "max_seq_len_cached" in vars(module):  # of rotary embeddings of the type "dynamic"
                 stack.callback(setattr, module, "max_seq_len_cached", module.max_seq_len_cached)
-        stack.enter_context(torch.random.fork_rng([torch.cuda.current_device()] if on_cuda else []))
         if compiled:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         model.eval()
         yield
-
-
-@torch.no_grad()
-def _restore_buffer(module: nn.Module, name: str, buffer: Tensor | None, value: Tensor | None) -> None:
-    module._buffers[name] = buffer
-    if buffer is not None and value is not None:
-        buffer.copy_(value)
 
 
 @contextmanager
@@ -327,7 +312,3 @@ def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
         return {}
     return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
-
-
-def lowest_dtype(root: nn.Module) -> torch.dtype:
-    return max((p.dtype for p in root.parameters() if p.dtype in TOLERANCE), key=lambda dtype: TOLERANCE[dtype])

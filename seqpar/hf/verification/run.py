@@ -29,7 +29,7 @@ from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
-from ...verification import TOLERANCE, VerificationError
+from ...verification import VerificationError, tolerance_of
 from ...wrappers import averages_over
 from ..batch import checksum
 from ..loss import reduce_over_ranks
@@ -41,11 +41,10 @@ from .recording import (
     PinnedExperts,
     Recording,
     deadline,
+    evaluated,
     foreign_wrappers,
-    lowest_dtype,
     one_device,
     recording,
-    unchanged,
     unsharded_parameters,
 )
 
@@ -148,7 +147,7 @@ def verify(
         check_number("tolerance", tolerance)
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
-        stack.enter_context(unchanged(model))
+        stack.enter_context(evaluated(model))
         stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, batches="shared"))
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
@@ -179,7 +178,7 @@ class _Verification:
 
         all_gather_header(header, patch.group)  # raises on every rank if the batch of one rank has an error
         self.unsharded = unsharded_parameters(root)
-        self.tolerance = TOLERANCE[lowest_dtype(root)] if tolerance is None else tolerance
+        self.tolerance = tolerance_of(root) if tolerance is None else tolerance
 
     def report(self, shard: Shard | None, sync: Sync | None) -> VerificationReport:
         dry, theirs, ours = (Recording(self.root) for _ in range(3))

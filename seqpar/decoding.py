@@ -1,0 +1,335 @@
+"""Decoding with a sharded key/value cache: each rank caches the keys and values of some of the tokens.
+
+The prompt is computed like a training sequence: each rank computes its tokens, and caches their keys and values. Later,
+every rank computes all new tokens, but only rank ``position % ranks`` caches the keys and values of the new token at
+``position``. In each attention layer, every rank attends with the new queries to the keys in its own cache. One
+all-gather exchanges the partial results ``acc, lse`` of all ranks, and every rank merges them in float32 (Tree
+Attention, Shyam et al., 2024).
+
+Shapes: b batch, new tokens of a call, cached tokens of this rank, h query heads, n KV heads, g query heads per KV head,
+d head_dim of q and k, e head_dim of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .checks import check_inputs, no_compile
+from .comm.collectives import all_gather_single
+from .comm.trace import count_sent
+from .functional import attention
+from .heads import Heads
+from .kernels import select
+from .kernels.base import Carry, Score, empty_carry, finish, merge_
+from .mask import Mask
+from .mesh import rank_in, size_of
+from .schedule.rows import KeyIntervals
+from .sharding import Sharding, compare, compares_now
+from .spec import AttentionSpec, attention_spec
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .kernels import BackendName
+    from .strategies import StrategyName, StrategyOptions
+
+_CAUSAL = Mask.causal()
+Intervals = dict[Hashable, KeyIntervals | None]
+_GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``attend_to_cached``
+
+
+class KeyValueCache:
+    """The keys and values of a generation. Each rank holds those of some of the tokens; one cache serves all layers.
+
+    The first call of a layer with the cache computes the prompt, of which each rank passes its tokens. Later calls
+    compute new tokens, which every rank passes in full. Ranks that sample must therefore draw the same tokens: set the
+    same seed on all of them. With the environment variable ``SEQPAR_CHECK=N`` they compare the new tokens in every N-th
+    call.
+
+    A rank caches 1/P of the tokens, so P ranks hold prompts P times as long. For every new token and layer a rank sends
+    ``(P - 1) * batch * heads * (head_dim + 1) * 4`` bytes, whatever the length.
+
+    Args:
+        sharding: how the tokens of the prompt are sharded.
+
+    Raises:
+        TypeError: ``sharding`` is not a Sharding.
+    """
+
+    def __init__(self, sharding: Sharding) -> None:
+        if not isinstance(sharding, Sharding):
+            raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding of the prompt's tokens")
+        self.sharding = sharding
+        self._layers: dict[Hashable, _CachedKeys] = {}
+        self._start, self._positions = -1, torch.empty(0, dtype=torch.int64)  # of the current new tokens
+        self._intervals: Intervals = {}
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the full sequence so far: the position of the next new token."""
+        return max((cached.length for cached in self._layers.values()), default=0)
+
+    def holds(self, layer: Hashable) -> bool:
+        """Whether ``layer`` has computed the prompt."""
+        return layer in self._layers
+
+    def new_positions(self, layer: Hashable, count: int) -> Tensor:
+        """Global positions of the next ``count`` tokens of ``layer``, int64 ``[count]`` on the host, for all layers the
+        same tensor."""
+        start = self._layers[layer].length
+        if (start, count) != (self._start, len(self._positions)):
+            self._start, self._positions, self._intervals = start, torch.arange(start, start + count), {}
+        return self._positions
+
+    def attention(
+        self,
+        layer: Hashable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Mask = _CAUSAL,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        backend: BackendName = "auto",
+        strategy: StrategyName = "ring",
+        **strategy_options: Unpack[StrategyOptions],
+    ) -> Tensor:
+        """``seqpar.attention`` in a layer of your own, with this cache. The layers of seqpar take ``cache=`` instead.
+
+        Args:
+            layer: what the layer is called, such as its index.
+            q: ``[batch, seq, heads, head_dim]``, in the first call this rank's tokens of the prompt, and later the new
+                tokens, the same on every rank.
+            k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens, after rotary embeddings.
+            v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
+            mask: which keys each query sees, in positions of the full sequence, which grows.
+            softmax_scale, softcap, sinks, backend, strategy, strategy_options: as in ``seqpar.attention``.
+
+        Returns:
+            ``[batch, seq, heads, v_head_dim]`` in q's dtype, without gradients.
+
+        Raises:
+            ValueError: gradients are enabled, or a wrong argument of ``seqpar.attention``.
+        """
+        self.check_no_grad()
+        if not self.holds(layer):
+            fixed: dict[str, Any] = {"sharding": self.sharding, "softmax_scale": softmax_scale, "softcap": softcap}
+            options: dict[str, Any] = {"sinks": sinks, "backend": backend, "strategy": strategy, **strategy_options}
+            out: Tensor = attention(q, k, v, mask=mask, **fixed, **options)
+            self.fill(layer, k, v, self.sharding.positions())
+            return out
+        check_inputs(q, k, v, None)
+        self.check_new(q)
+        spec = attention_spec(strategy, strategy_options, softmax_scale, softcap, backend=backend)
+        return self.attend(layer, q, k, v, sinks, spec, mask, self.sharding.sequence_group)
+
+    def check_no_grad(self) -> None:
+        """Raise a ValueError if gradients are enabled."""
+        if torch.is_grad_enabled():
+            raise ValueError("cache: generation has no gradients; call the model inside torch.no_grad()")
+
+    def check_new(self, x: Tensor) -> None:
+        """Compare the new tokens ``x`` of the ranks, if SEQPAR_CHECK asks for it in this call."""
+        if compares_now(group := self.sharding.sequence_group):
+            advice = "give all ranks the same new tokens, and set the same seed on them before sampling"
+            compare(x, lambda: None, group, advice)
+
+    def fill(self, layer: Hashable, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Store the keys ``k [b, cached, n, d]`` and values ``v [b, cached, n, e]`` of this rank's prompt tokens, at
+        global ``positions``, int64 ``[cached]``."""
+        self._layers[layer] = _CachedKeys(k, v, positions, self.sharding.seq_len)
+
+    @no_compile
+    @torch.no_grad()
+    def attend(
+        self,
+        layer: Hashable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        spec: AttentionSpec,
+        mask: Mask,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        """Attention of new tokens, which it adds to the cache: ``[b, new, h, e]``, the same bits on all ranks.
+
+        ``q [b, new, h, d]``, ``k [b, new, n, d]`` and ``v [b, new, n, e]`` are the same on every rank of ``group``, the
+        ranks that share the cached tokens.
+        """
+        cached, new = self._layers[layer], q.shape[1]
+        if (k.shape[0], *k.shape[2:], k.dtype) != (cached.k.shape[0], *cached.k.shape[2:], cached.k.dtype):
+            raise ValueError(
+                f"cache: its keys are {tuple(cached.k.shape)} in {cached.k.dtype}, but the keys of the new tokens are "
+                f"{tuple(k.shape)} in {k.dtype}; use the batch and the autocast of the prompt"
+            )
+        mask.check_length(cached.length + new)
+        positions, start = self.new_positions(layer, new), cached.length
+        cached.append(k, v, positions, group)
+        scale = q.shape[3] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale
+        score = Score(scale, spec.softcap, sinks=sinks)
+        heads, keys = spec.heads(q.shape, k.shape), (cached.k, cached.v, cached.positions)
+        with torch.autocast(q.device.type, enabled=False):  # the kernels' own float32 must stay float32
+            return attend_to_cached(q, keys, start, mask, heads, score, group, spec.backend, self._intervals)
+
+
+class _CachedKeys:
+    """The cached keys of one layer: ``k [b, cached, n, d]``, ``v [b, cached, n, e]`` and their global positions."""
+
+    def __init__(self, k: Tensor, v: Tensor, positions: Tensor, length: int) -> None:
+        self.k, self.v, self.positions, self.length = k.contiguous(), v.contiguous(), positions, length
+        self._buffers = GrowingBuffer(1), GrowingBuffer(1), GrowingBuffer(0)
+
+    def append(self, k: Tensor, v: Tensor, positions: Tensor, group: ProcessGroup | None) -> None:
+        """Append the new tokens whose keys this rank caches."""
+        here = (positions % size_of(group) == rank_in(group)).nonzero().flatten()
+        new = *(x.index_select(1, here.to(x.device)) for x in (k, v)), positions[here]
+        old = self.k, self.v, self.positions
+        self.k, self.v, self.positions = (b.append(x, y) for b, x, y in zip(self._buffers, old, new, strict=True))
+        self.length += len(positions)
+
+
+class GrowingBuffer:
+    """Longer than the cached tensor along ``dim``, so that an append copies only the new tokens."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.buffer: Tensor | None = None
+
+    @torch.no_grad()
+    def append(self, cached: Tensor, new: Tensor) -> Tensor:
+        """``cached`` followed by ``new`` along ``dim``, as a view of the buffer."""
+        length, added = cached.shape[self.dim], new.shape[self.dim]
+        buffer, start = self.buffer, self._start_of(cached)
+        if buffer is None or start is None or start + length + added > buffer.shape[self.dim]:
+            shape = list(cached.shape)
+            shape[self.dim] = length + added + max(64, length // 8)
+            buffer = self.buffer = cached.new_empty(shape)
+            buffer.narrow(self.dim, 0, length).copy_(cached)
+            start = 0
+        buffer.narrow(self.dim, start + length, added).copy_(new)
+        return buffer.narrow(self.dim, start, length + added)
+
+    def _start_of(self, cached: Tensor) -> int | None:
+        """Where ``cached`` starts in the buffer. None if it is no view of it: beam search makes reordered copies."""
+        buffer, dim = self.buffer, self.dim
+        if buffer is None or cached.shape[:dim] != buffer.shape[:dim] or cached.stride() != buffer.stride():
+            return None
+        if buffer.is_inference() and not torch.is_inference_mode_enabled():  # writing to it would raise
+            return None
+        if cached.untyped_storage().data_ptr() != buffer.untyped_storage().data_ptr():
+            return None
+        return cached.storage_offset() // buffer.stride(dim)
+
+
+@no_compile
+@torch.no_grad()
+def attend_to_cached(
+    q: Tensor,
+    cached: tuple[Tensor, Tensor, Tensor],
+    start: int,
+    mask: Mask,
+    heads: Heads,
+    score: Score,
+    group: ProcessGroup | None,
+    backend: str,
+    intervals: Intervals,
+) -> Tensor:
+    """Attention of new tokens over the cached keys of all ranks, without gradients.
+
+    Args:
+        q: ``[b, new, h, d]``, the same on every rank.
+        cached: ``k [b, cached, n, d]``, ``v [b, cached, n, e]`` and their global positions, int64 ``[cached]``,
+            increasing. They include the new tokens that this rank caches.
+        start: the global position of the first new token.
+        mask: which keys a query sees.
+        heads: the heads of q, k and v.
+        score: how scores are computed.
+        group: the ranks that share the sequence.
+        backend: "auto" or a backend's name.
+        intervals: the key intervals that were computed for these new tokens so far. Layers share them.
+
+    Returns:
+        ``[b, new, h, e]`` in q's dtype, the same bits on all ranks.
+    """
+    k, v, positions = cached
+    new = q.shape[1]
+    if not heads.queries:  # a tensor-parallel rank without heads
+        return q.new_empty(*q.shape[:3], v.shape[3])
+    # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
+    bytes_per_token = size_of(group) * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4
+    chunk = max(1, _GATHERED_BYTES // bytes_per_token)
+    outs = []
+    for first in range(0, new, chunk):
+        stop = min(first + chunk, new)
+        queries = range(start + first, start + stop)
+        parts: list[Carry] = []
+        for part in _even_parts(heads):
+            q_at, kv_at = part.q_range(within=heads), part.kv_range(within=heads)
+            q_part = q[:, first:stop, q_at.start : q_at.stop]
+            k_part, v_part = (x[:, :, kv_at.start : kv_at.stop] for x in (k, v))
+            seen = _key_intervals(mask, positions, queries, len(part.queries) // len(part.kv), q.device, intervals)
+            carry = None if seen is None else _attend(q_part, k_part, v_part, seen, score, backend)
+            parts.append(carry or empty_carry(q_part, v.shape[3]))
+        merged = _merge_over_ranks(torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 1), group)
+        outs.append(finish(merged, score, q.dtype)[0])
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+def _even_parts(heads: Heads) -> list[Heads]:
+    """``heads`` in parts in which all KV heads are read by the same number of query heads."""
+    if heads.kv_index() is None:
+        return [heads]
+    of_kv = ([q for q in heads.queries if q // heads.q_per_kv == kv] for kv in heads.kv)
+    return [Heads(range(queries[0], queries[-1] + 1), heads.q_per_kv) for queries in of_kv]
+
+
+def _key_intervals(
+    mask: Mask, positions: Tensor, queries: range, q_per_kv: int, device: torch.device, intervals: Intervals
+) -> KeyIntervals | None:
+    """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``q_per_kv`` times.
+
+    None if no query sees a key. Layers with equal masks share the result, which ``intervals`` keeps.
+    """
+    # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
+    key = mask, queries, q_per_kv, len(positions), device
+    if key not in intervals:
+        rows = torch.arange(queries.start, queries.stop).repeat_interleave(q_per_kv)
+        lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
+        unused = rows.int()  # global positions, which only ALiBi and dropout read
+        is_empty = not bool((lo < hi).any())
+        intervals[key] = None if is_empty else KeyIntervals(lo, hi, unused, unused).to(device)
+    return intervals[key]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str) -> Carry:
+    """The attention over this rank's cached keys: float32 ``acc [b, new, h, e]`` and ``lse [b, h, new]``."""
+    # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key once.
+    g = q.shape[2] // k.shape[2]
+    q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
+    acc, lse = select(backend, q, k, score, v_head_dim=v.shape[3]).forward(q, k, v, intervals, score, None, False)
+    return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)
+
+
+def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup | None) -> Carry:
+    """Merge the partial results of all ranks, in the order of the ranks: the result is bitwise equal on all ranks."""
+    ranks = size_of(group)
+    if group is None or ranks == 1:
+        return acc, lse
+    packed = torch.cat([acc.flatten(), lse.flatten()])
+    gathered = packed.new_empty(ranks, len(packed))
+    all_gather_single(gathered.view(-1), packed, group=group)
+    count_sent(packed.nbytes * (ranks - 1), group, messages=ranks - 1)
+    parts = [(x[: acc.numel()].view(acc.shape), x[acc.numel() :].view(lse.shape)) for x in gathered]
+    merged_acc, merged_lse = parts[0]
+    for part_acc, part_lse in parts[1:]:
+        merge_(merged_acc, merged_lse, part_acc, part_lse)
+    return merged_acc, merged_lse

@@ -1,0 +1,94 @@
+"""The code of docs/recipes.md as printed: two ranks compute what one process does. A recipe is skipped if its framework
+is not installed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .test_docs import ROOT, _blocks
+
+pytestmark = pytest.mark.slow
+# By the beginning of a title: the module that the recipe needs, and what is added to print a result that must be equal
+# on one rank and on two. The other recipes compare themselves with one device.
+_NORM = "sum(p.square().sum() for p in {}).sqrt().item()"
+RECIPES = {
+    "Lightning": (
+        "lightning",
+        f"print('RESULT', trainer.callback_metrics['loss'].item(), {_NORM.format('module.parameters()')})",
+    ),
+    "torchtitan": ("torchtitan.models.llama3", ""),
+    "megatron-core": (
+        "megatron.core",
+        "loss = losses.sum() / ids.numel()\n"
+        "loss.backward()\n"
+        "gradients = [p.grad for p in model.parameters()]\n"
+        "for x in (loss.data, *gradients):\n"
+        "    torch.distributed.all_reduce(x)\n"
+        f"print('RESULT', loss.item(), {_NORM.format('gradients')})",
+    ),
+    "litgpt": ("litgpt", ""),
+    "x-transformers": ("x_transformers", ""),
+    "Vision Transformers": ("timm", ""),
+}
+# megatron-core asks for the current GPU and for pinned memory even with use_cpu_initialization.
+_CPU = """
+import torch
+make = torch.tensor
+torch.tensor = lambda *args, pin_memory=False, **options: make(*args, **options)
+torch.cuda.current_device = lambda: "cpu"
+torch.Tensor.cuda = lambda x, *_, **__: x
+"""
+
+
+def _sections() -> dict[str, str]:
+    """The code of each section, by title; that of "" comes before all others."""
+    lines = (ROOT / "docs" / "recipes.md").read_text().splitlines()
+    code = {"": ""}
+    for line, source in _blocks("docs/recipes.md"):
+        title = next((x[3:] for x in reversed(lines[:line]) if x.startswith("## ")), "")
+        code[title] = code.get(title, "") + source
+    return code
+
+
+def _run(command: list[str], source: str, folder: Path) -> list[str]:
+    """The results that the ranks print."""
+    script = folder / "recipe.py"
+    script.write_text(source)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
+    run = subprocess.run(
+        [*command, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
+    return re.findall(r"RESULT (.*)", run.stdout)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_one_process(recipe: str, tmp_path: Path) -> None:
+    module, result = RECIPES[recipe]
+    pytest.importorskip(module)
+    code = _sections()
+    (printed,) = (source for title, source in code.items() if title.startswith(recipe))
+    source = (_CPU if "megatron" in module else "") + code[""] + printed + result
+    results = []
+    for ranks in (1, 2) if result else (2,):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        lines = _run(command, source, tmp_path)
+        assert len(lines) == (ranks if result else 0)
+        results += [[float(x) for x in line.split()] for line in lines]
+    assert all(x == pytest.approx(results[0], rel=1e-5) for x in results), results
+
+
+def test_ray_train(tmp_path: Path) -> None:
+    """Each worker finds its rank, and the recipe's sharding has two."""
+    pytest.importorskip("ray.train.torch")
+    code = _sections()
+    (printed,) = (source for title, source in code.items() if title.startswith("Ray"))
+    printed = printed.replace("    ...  # the loop\n", "    print('RESULT', mesh.size(), sharding.seq_local)\n")
+    assert set(_run([sys.executable], "import seqpar\n" + printed, tmp_path)) == {"2 64"}
