@@ -470,11 +470,16 @@ def saved_tables(group: ProcessGroup, scaling: dict[str, Any] | None) -> tuple[i
         return x
 
     def count(each: Run) -> tuple[int, Tensor]:
-        saved: dict[int, Tensor] = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t):
+        saved: list[Tensor] = []
+
+        def save(t: Tensor) -> Tensor:
+            saved.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
             y = each(x)
-        tables = sum(t.shape == (1, sharding.seq_local, 1, HEAD_DIM // 2) for t in saved.values())
-        return tables, torch.autograd.grad(y.square().sum(), x)[0]
+        tables = {t.data_ptr() for t in saved if t.shape == (1, sharding.seq_local, 1, HEAD_DIM // 2)}
+        return len(tables), torch.autograd.grad(y.square().sum(), x)[0]
 
     compiled = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
     (in_eager, gradient), (in_compiled, same) = count(run), count(compiled)
