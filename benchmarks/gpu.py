@@ -126,10 +126,11 @@ def interleaved(thunks: dict[str, Thunk], rounds: int) -> dict[str, Timing]:
     """The median times by name. Every round runs all thunks, so that clock rates and heat affect all alike."""
     times: dict[str, list[Timing]] = {name: [] for name in thunks}
     _cycles.clear()
-    for attempt in range(rounds + 2):
+    warm_ups = 2 if DEVICE.type == "cuda" else 0
+    for attempt in range(warm_ups + rounds):
         for name, thunk in thunks.items():
             timing = timed(name, thunk)
-            if attempt >= 2:
+            if attempt >= warm_ups:
                 times[name].append(timing)
     return {
         name: Timing(

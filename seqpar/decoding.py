@@ -111,7 +111,12 @@ class KeyValueCache:
             k: ``[batch, seq, kv_heads, head_dim]``, of the same tokens, after rotary embeddings.
             v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens.
             mask: which keys each query sees, in positions of the full sequence, which grows.
-            softmax_scale, softcap, sinks, backend, strategy, strategy_options: as in ``seqpar.attention``.
+            softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
+            softcap: the bound of the scores; 0 is none.
+            sinks: ``[heads]``, one more logit per head in the denominator of the softmax; or None.
+            backend: "auto" or a backend's name.
+            strategy: of the prompt, as in ``seqpar.attention``.
+            strategy_options: of the prompt.
 
         Returns:
             ``[batch, seq, heads, v_head_dim]`` in q's dtype, without gradients.

@@ -130,6 +130,7 @@ def reports(group: ProcessGroup, seed: int) -> dict[str, tuple[bool, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_right_steps_and_planted_mistakes(pool: Pool) -> None:
     by_rank = pool.run(2, reports, torch.seed() % 2**31)
     assert by_rank[0] == by_rank[1]  # the report is the same on every rank

@@ -63,7 +63,7 @@ def _run(command: list[str], source: str, folder: Path) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     environment |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
     run = subprocess.run(
-        [*command, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=150, check=False
+        [*command, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-6000:]
     return re.findall(r"RESULT (.*)", run.stdout)

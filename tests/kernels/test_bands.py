@@ -14,7 +14,8 @@ from seqpar.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import attention_plan
 from seqpar.schedule.rows import KeyIntervals
 
-from ..reference import BATCH_RULES, RULES, Rule, combined_mask, fitted
+from ..problems import BATCH_RULES, RULES
+from ..reference import Rule, combined_mask, fitted
 from ..standins import band_mask
 
 LONG = (

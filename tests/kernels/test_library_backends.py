@@ -30,19 +30,8 @@ from seqpar.schedule.rows import KeyIntervals
 
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks
-from ..reference import (
-    BATCH_RULES,
-    RULES,
-    TOLERANCE,
-    Problem,
-    Rule,
-    assert_close,
-    dense_gradients,
-    random_problem,
-    rows_of,
-    solve,
-    visible_pairs,
-)
+from ..problems import BATCH_RULES, RULES, Problem, random_problem, solve
+from ..reference import TOLERANCE, Rule, assert_close, dense_gradients, rows_of, visible_pairs
 from ..standins import LIBRARIES, SIGNATURES, backend_names, stand_ins, with_parameters
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
 

@@ -36,11 +36,11 @@ from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
 
-from ..interpreter import patch_language_once
+from ..interpreter import make_faster
 from ..reference import Rule, Rules, combined_mask, dense_gradients, dropout_keep, visible_pairs
 
 torch.set_num_threads(1)
-patch_language_once()
+make_faster()
 LENGTH = 48  # two tiles, the second of them not full
 TILES = Config(32, 32)
 BOTH = True, False  # deterministic or not
