@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import textwrap
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from ..checks import check_int
 from ..planner import HARDWARE, MODELS, Choice, Plan
@@ -18,11 +17,11 @@ from ..planner import plan as make_plan
 from ..planner.hardware import hardware_of
 from ..planner.memory import RECOMPUTE
 from ..planner.mixes import MIXES, mask_of
-from ..planner.setting import BETWEEN, WITHIN
+from ..planner.setting import BETWEEN, STATE_BYTES, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
 from .tables import make_folder, pyplot_without_display, save_figure, write_csv
 
-_NARROWEST = 80  # columns of the table
+_WIDTH = 80  # columns of the table
 _UNITS = {"k": 1 << 10, "m": 1 << 20}
 
 
@@ -40,6 +39,13 @@ def plan(
             help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}."
         ),
     ] = "causal",
+    global_batch: Annotated[
+        str | None,
+        typer.Option(
+            help="The work of a step: sequences, such as 64, or tokens, such as 4M.",
+            show_default="the least that every split that fits can compute",
+        ),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Sequences that each replica computes at a time.")] = 1,
     dp: Annotated[int | None, typer.Option(help="Data-parallel replicas. By default every number is compared.")] = None,
     kernel: Annotated[
@@ -50,14 +56,18 @@ def plan(
         typer.Option(help=f"What backward recomputes: {', '.join(RECOMPUTE)}. By default as little as fits."),
     ] = None,
     offload: Annotated[
-        bool | None, typer.Option(help="Keep saved activations in host memory. By default as is fastest.")
+        bool | None, typer.Option(help="Keep saved activations in host memory. By default if needed.")
     ] = None,
     chunked_loss: Annotated[bool, typer.Option(help="Compute the logits for some tokens at a time.")] = True,
     tiled_mlp: Annotated[
         bool | None, typer.Option(help="Compute the MLP for some tokens at a time. By default if needed.")
     ] = None,
-    state_bytes: Annotated[float, typer.Option(help="Bytes per weight: weight, gradient and optimizer.")] = 18.0,
-    top: Annotated[int, typer.Option(help="Choices to print.")] = 12,
+    head_groups: Annotated[
+        int | None, typer.Option(help="Groups of heads that are computed one after another. By default if needed.")
+    ] = None,
+    state_bytes: Annotated[float, typer.Option(help="Bytes per weight: weight, gradient and optimizer.")] = STATE_BYTES,
+    top: Annotated[int | None, typer.Option(help="Choices to print.", show_default="one of each strategy")] = None,
+    code: Annotated[bool, typer.Option("--code", help="Print the first choice as a training loop.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all choices as JSON.")] = False,
     csv: Annotated[Path | None, typer.Option(help="CSV file to write all choices to.")] = None,
     charts: Annotated[Path | None, typer.Option(help="Folder to write PNG charts to.")] = None,
@@ -66,7 +76,8 @@ def plan(
     with bad_options():
         tokens = read_tokens(seq_len)
         check_int("gpus", gpus, 1)
-        check_int("top", top, 1)
+        if top is not None:
+            check_int("top", top, 1)
         if dp is not None and (dp < 1 or gpus % dp):
             raise ValueError(f"dp={dp}: expected a divisor of gpus={gpus}")
         if measure:
@@ -81,6 +92,7 @@ def plan(
             gpus,
             machine,
             mask_of(mask, tokens),
+            global_batch=None if global_batch is None else read_batch(global_batch, tokens),
             batch=batch,
             replicas=dp,
             kernel=kernel,
@@ -88,6 +100,7 @@ def plan(
             offload=offload,
             chunked_loss=chunked_loss,
             tiled_mlp=tiled_mlp,
+            head_groups=head_groups,
             state_bytes=state_bytes,
         )
     if csv is not None:
@@ -97,8 +110,14 @@ def plan(
             _write(lambda: draw_charts(made, charts), charts)
     if as_json:
         typer.echo(json.dumps(made.as_dict(), indent=2))
+    elif code:
+        with bad_options():
+            typer.echo(made.code())
     else:
-        _print(made, mask, kernel, top)
+        for line in table(made, mask, top):
+            typer.echo(line)
+    if not made.choices[0].possible:
+        raise CommandError(f"nothing fits: {made.shortage}")
 
 
 def read_tokens(text: str) -> int:
@@ -113,9 +132,25 @@ def read_tokens(text: str) -> int:
     return int(tokens)
 
 
+def read_batch(text: str, seq_len: int) -> int:
+    """The number of sequences of a string such as "64" or, in tokens, "4M"; ValueError if it is not a whole number."""
+    if text[-1:].lower() not in _UNITS:
+        if not text.isdecimal() or not int(text):
+            raise ValueError(
+                f"global-batch={text!r}: expected a number of sequences such as 64, or of tokens such as 4M"
+            )
+        return int(text)
+    tokens = read_tokens(text)
+    if tokens % seq_len:
+        raise ValueError(f"global-batch={text!r}: expected a multiple of seq-len={seq_len}")
+    return tokens // seq_len
+
+
 def _name(choice: Choice) -> str:
-    """The strategy; under tensor parallelism also the strategy of attention, such as "tp_sp + ring"."""
-    return choice.strategy if choice.context in (choice.strategy, "local") else f"{choice.strategy} + {choice.context}"
+    """The strategy; under tensor parallelism also the strategy or the comm of attention, such as "tp_sp + ring"."""
+    if choice.context in (choice.strategy, "local"):
+        return choice.strategy
+    return f"{choice.strategy} + {choice.comm or choice.context}"
 
 
 def _digits(x: float) -> str:
@@ -135,67 +170,61 @@ def _write(write: Any, path: Path) -> None:
 def _row(choice: Choice) -> dict[str, Any]:
     """A choice as a row of the CSV file. The column names have the units."""
     row = choice.as_dict()
-    sent, memory = row.pop("bytes_sent"), row.pop("memory")
-    row |= {**row.pop("degrees"), **row.pop("switches")}
-    return row | {f"bytes_sent_{level}": n for level, n in sent.items()} | {f"memory_{x}": n for x, n in memory.items()}
+    memory, needs = row.pop("memory"), " ".join(row.pop("needs"))
+    sent = {name: row.pop(name) for name in ("bytes_sent", "parameter_bytes_sent")}
+    row |= {**row.pop("degrees"), **row.pop("switches"), "needs": needs}
+    row |= {f"{name}_{level}": n for name, levels in sent.items() for level, n in levels.items()}
+    return row | {f"memory_{part}": n for part, n in memory.items()}
 
 
-def _print(made: Plan, mask: str, kernel: str | None, top: int) -> None:
-    """Print the first ``top`` choices, with the reason for each and a legend."""
-    console, gpu = Console(), made.hardware
-    console.width = max(console.width, _NARROWEST)  # a narrower table would leave columns out
-    kernel = kernel or next(iter(gpu.attention))
-    console.print(
-        f"[bold]{made.model.name}[/], {made.model.parameters / 1e9:.1f} billion weights; {made.seq_len:,} tokens per "
-        f"sequence, mask {mask}; {made.ranks:,} x {gpu.name}, {gpu.gpus_per_host} per host; attention kernel {kernel}",
-        highlight=False,
-    )
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    table.add_column("strategy")  # the only one that wraps
-    table.add_column("ranks", no_wrap=True)
-    for name in ("step s", "tokens/s", "MFU", "waits", "GB in", "GB out", "memory", "longest"):
-        table.add_column(name.replace(" ", "\n"), justify="right", no_wrap=True)
-    for number, choice in enumerate(made.choices[:top], start=1):
-        table.add_row(
-            str(number),
-            _name(choice),
-            " ".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
-            _digits(choice.seconds),
+def table(made: Plan, mask: str, top: int | None) -> list[str]:
+    """The lines of the table: the first ``top`` choices, or for None one of each strategy."""
+    gpu = made.hardware
+    lines = [
+        f"{made.model.name}, {made.model.parameters / 1e9:.1f} billion weights of {made.state_bytes:g} bytes; "
+        f"{human_tokens(made.seq_len)} tokens, mask {mask}",
+        f"{made.ranks:,} x {gpu.name}, {gpu.gpus_per_host} per host, attention kernel {made.kernel}; a step has "
+        f"{made.global_batch:,} x {human_tokens(made.seq_len)} tokens",
+        _ROW.format("", "dp x ring", "step", "", "", "NVLink", "network", "mem.", ""),
+        _ROW.format("strategy", "x uly x tp", "s", "tokens/s", "MFU", "GB", "GB", "GB", "fits"),
+    ]
+    for choice in made.choices[:top] if top else shown(made.choices):
+        within, between = (choice.bytes_sent[x] + choice.parameter_bytes_sent[x] for x in (WITHIN, BETWEEN))
+        cells = (
+            "x".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
+            f"{_digits(choice.low_s)}-{_digits(choice.high_s)}",
             f"{choice.tokens_per_s:,.0f}",
             f"{choice.mfu:.0%}",
-            f"{choice.exposed_s / choice.seconds:.0%}",
-            *(_digits(choice.bytes_sent[level] / 1e9) for level in (WITHIN, BETWEEN)),
+            _digits(within / 1e9),
+            _digits(between / 1e9),
             _digits(choice.memory_bytes / 1e9),
             human_tokens(choice.longest_seq_len),
-            style=None if choice.fits else "dim",
         )
-    console.print(table)
-    for number, choice in enumerate(made.choices[:top], start=1):
-        console.print(f"{number:2} {choice.layout}; {choice.reason}", highlight=False)
-    if len(made.choices) > top:
-        console.print(f"{len(made.choices) - top} more with --top {len(made.choices)}", highlight=False)
-    best = made.best
-    parts = ", ".join(
-        f"{name} {getattr(best.memory, name) / 1e9:.1f}"
-        for name in ("states", "gathered", "activations", "working", "logits", "reserved")
+        lines += [
+            _ROW.format(_name(choice), *cells).rstrip(),
+            *textwrap.wrap(choice.reason, _WIDTH, initial_indent="  ", subsequent_indent="  "),
+        ]
+    lines += textwrap.wrap(
+        f"step: the range, at least {_digits(made.choices[0].floor_s)} s. uly: ulysses. NVLink, network: GB that a GPU "
+        f"sends in a step, weights included. mem.: of {_digits(gpu.memory_bytes / 1e9)} GB. fits: tokens of the "
+        "longest sequence. --code: the first row as code.",
+        _WIDTH,
     )
-    console.print(f"memory of the first row in GB: {parts}", highlight=False)
-    paper = {name: n / 1e9 for name, n in made.paper_activation_bytes.items()}
-    console.print(
-        "activations of one layer on one device, by the formulas of Korthikanti et al., in GB: "
-        f"{paper['none']:.4g}; with selective recomputation {paper['selective']:.4g}; with full recomputation "
-        f"{paper['full']:.4g}",
-        highlight=False,
-    )
-    console.print(
-        "strategy: context_parallel has comm='all_gather'; with comm='p2p' it would be the row ring. ranks: dp, ring, "
-        "ulysses, tp. MFU: the model's FLOPs, without recomputation and of visible pairs only, divided by "
-        f"{gpu.peak_flops / 1e12:.3g} TFLOP/s per GPU. waits: the share of a step in which the slowest GPU waits for "
-        "communication. GB in, GB out: GB of activations that a GPU sends in a step, inside its host and to other "
-        "hosts. memory: the peak of a GPU's memory in GB. longest: tokens of the longest sequence that fits.",
-        highlight=False,
-    )
+    return lines
+
+
+_ROW = "{:<18} {:>10} {:>9} {:>9} {:>4} {:>6} {:>7} {:>4} {:>5}"
+
+
+def shown(choices: Sequence[Choice]) -> list[Choice]:
+    """The first choice of each strategy; the fastest and the one with the least memory of those that are equally fast;
+    the first without offloading; and the first that needs a switch that the package lacks, if it is faster."""
+    first = choices[0]
+    found = {choice.strategy: choice for choice in reversed(choices) if choice.fits == first.fits and not choice.needs}
+    wanted = [*found.values(), *(x for x in choices if {"fastest", "safest"} & set(x.reason.split("; ")))]
+    wanted += [x for x in choices if x.fits and not x.switches.offload][:1]
+    wanted += [x for x in choices if x.needs and x.fits and x.tokens_per_s > first.tokens_per_s][:1]
+    return [x for x in choices if x is first or any(x is y for y in wanted)]
 
 
 def human_tokens(n: int) -> str:

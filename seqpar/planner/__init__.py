@@ -1,10 +1,11 @@
 """Predicts which strategy is the best at which scale, and why, from the plans that the runtime executes.
 
 ``plan`` (``choose.py``) compares every ``Setting`` (``setting.py``): a model (``model.py``) on a cluster
-(``hardware.py``) with one split of the ranks. For each of these, ``step.py`` predicts the time of a training step and
-``memory.py`` its memory. The time comes from a simulation (``simulate.py``) of one layer (``layer.py``), which consists
-of attention (``attention.py``, ``messages.py``, ``pairs.py``) and linear layers (``linear.py``). The rule of
-``strategy="auto"`` (``rules.py``) sums up the simulation.
+(``hardware.py``) with one split of the ranks (``splits.py``). For each of these, ``step.py`` predicts the time of a
+training step, ``forecast.py`` its range and ``memory.py`` its memory. The time comes from a simulation
+(``simulate.py``) of one layer (``layer.py``), which consists of attention (``attention.py``, ``messages.py``,
+``pairs.py``) and linear layers (``linear.py``). ``reasons.py`` says why a choice has its place, and ``code.py`` writes
+it as code. The rule of ``strategy="auto"`` (``rules.py``) sums up the simulation.
 """
 
 from .choose import Plan, plan

@@ -28,6 +28,7 @@ from ..schedule.program import Step
 from ..spec import AttentionSpec
 from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import chunk_limit
+from ..strategies.latent import LatentKeys
 from ..strategies.ring import ring_backward, ring_forward
 from ..strategies.ulysses import ulysses_backward, ulysses_forward
 from .messages import RankPlace, RecordedHeadExchange, RecordedTransport, SimulatedRanks
@@ -50,13 +51,18 @@ class AttentionTimeline:
         self._setting, self._place = s, place
         per_host = s.ring_per_host(place.ulysses, place.tensor)
         self._plan = AttentionPlan(s.mask, s.sharding, place.ring, s.gather, per_host)
-        self._heads = Heads.of_model(s.model.heads, s.model.kv_heads).split(s.tensor)[place.tensor]
+        m = s.model
+        self._heads = Heads.of_model(m.heads, m.sent_kv_heads).split(s.tensor)[place.tensor]
         self._rate = s.hardware.rate(s.kernel)
         ulysses: Any = SimulatedRanks(s.ulysses, place.ulysses)
         ring: Any = SimulatedRanks(s.ring, place.ring)
         self._placement = Placement(None, ring, ulysses, s.gather, tokens=s.sharding)
         score: Any = None  # only a kernel would read it
-        self._call = AttentionCall(self._placement, self._plan, AttentionSpec(), self._heads, score)
+        latent = None
+        if m.kv_rank:
+            weight = torch.empty(m.heads, m.head_dim - m.shared_dim + m.v_head_dim, m.kv_rank, device=_META)
+            latent = LatentKeys(weight, m.head_dim - m.shared_dim)
+        self._call = AttentionCall(self._placement, self._plan, AttentionSpec(), self._heads, score, latent=latent)
         # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (place.ring * s.ulysses + place.ulysses) * s.tensor
         self._tokens = len(s.sharding._positions(first_rank, s.tensor))
@@ -74,10 +80,12 @@ class AttentionTimeline:
             ring_forward(run, q, k, v)
 
     def _qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, e]`` of this rank, without data."""
-        s = self._setting
+        """``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, e]`` of this rank, without data; with latent
+        attention, k are the latents and v the rotated keys."""
+        s, m = self._setting, self._setting.model
         heads = (len(self._heads.queries), len(self._heads.kv), len(self._heads.kv))
-        dims = (s.model.head_dim, s.model.head_dim, s.model.v_head_dim or s.model.head_dim)
+        sent = (m.kv_rank, m.shared_dim) if m.kv_rank else (m.head_dim, m.v_head_dim or m.head_dim)
+        dims = (m.head_dim, *sent)
         shapes = ((s.batch, self._tokens, n, dim) for n, dim in zip(heads, dims, strict=True))
         q, k, v = (torch.empty(shape, dtype=s.dtype, device=_META) for shape in shapes)
         return q, k, v
@@ -97,6 +105,10 @@ class AttentionTimeline:
         flops = 2.0 * pairs * s.batch * heads * width
         rate = self._rate.backward if backward else self._rate.forward
         timeline.compute(name, s.hardware.kernel + flops / rate)
+        if s.model.kv_rank:  # once in forward; in backward again, and for the gradients of latents and weight
+            keys = sum(len(t.owner_rows) for t in step.intra_host.receives) if step.intra_host else self._tokens
+            weights = heads * s.model.kv_rank * (d - s.model.shared_dim + e)
+            timeline.compute("expand", (3 if backward else 1) * 2.0 * keys * s.batch * weights / s.hardware.gemm_flops)
         if step.index and not self._rate.carries:
             # For each element of out (in backward, of dq): the merge reads the step's result, and reads and writes the
             # float32 result of all steps so far.
@@ -131,7 +143,8 @@ class AttentionTimeline:
         s, first = self._setting, Timeline() if backward else timeline
         max_chunks = chunk_limit(s.sharding, q.shape, s.hardware.device)
         exchange = self._head_exchange(first, max_chunks)
-        _, *saved = ulysses_forward(exchange, partial(self._run, first), q, k, v, v.shape[3])
+        e = self._call.v_head_dim(v.shape)
+        _, *saved = ulysses_forward(exchange, partial(self._run, first), q, k, v, e)
         if not backward:
             return
 
@@ -146,7 +159,7 @@ class AttentionTimeline:
         exchange = self._head_exchange(timeline, max_chunks)
         if exchange.shares_kv:
             saved += [k, v]
-        dout = q.new_empty(*q.shape[:3], v.shape[3])
+        dout = q.new_empty(*q.shape[:3], e)
         ulysses_backward(exchange, new_run, saved, dout, None, q.shape, k.shape, v.shape)
 
     def _head_exchange(self, timeline: Timeline, max_chunks: int) -> RecordedHeadExchange:
@@ -187,7 +200,7 @@ class RecordedRun(Run):
         self.call, self.plan, self.transport, self._kernel = call, call.plan, transport, kernel
         self.heads, self.program = heads, call.program(heads, k, v)
         self.steps = self.program.steps
-        self._v_head_dim = v.shape[3]
+        self._v_head_dim = call.v_head_dim(v.shape)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
         if step.attends:

@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import asdict, dataclass, fields, replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 from ..checks import check_choice, check_int, check_number
-from ..layout import LAYOUTS, Layout
 from ..mask import Mask
+from .code import code
+from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of
-from .memory import RECOMPUTE, Switches, longest_sequence, memory, paper_activations
+from .memory import RECOMPUTE, Memory, Switches, longest_sequence, memory
 from .model import ModelShape, model_of
 from .pairs import all_pairs
-from .setting import BETWEEN, LEVELS, STATE_BYTES, WITHIN, Setting
-from .step import Choice, StepCost, step
+from .reasons import reason
+from .setting import STATE_BYTES, WEIGHTS, Setting
+from .splits import allowed_switches, settings, splits
+from .step import Choice
 
 _MOST_TOKENS = 2**31 - 1  # kernels count positions in 32-bit integers
-# The longest ring that is simulated, in ranks, for plans of up to as many ranks. It is shorter for more ranks, see
-# ``_without_long_rings``.
-_LONGEST_RING = 4096
-# The slowest rank's share of the work, relative to the mean.
-_BALANCED = 1.01  # a layout with less imbalance needs no comparison with the layouts after it
-_WORTH_COMPARING = 1.3  # a layout with more than this times the least imbalance is left out
-_AS_FAST = 0.005  # a choice whose throughput is within this share of the best one's counts as fast as the best
-_HIDDEN = 0.005  # below this share of a step, waits for transfers count as hidden
-_LEVEL_WORDS = {WITHIN: "inside hosts", BETWEEN: "between hosts"}
-_MEMORY_WORDS = {
-    "activations": "what autograd keeps",
-    "states": "weights and optimizer",
-    "working": "one layer's backward",
-    "gathered": "gathered weights",
-    "logits": "the logits",
-}
+_WAITS = 0.02  # if a step waits longer than this share of it, other ways to shard weights are compared
+_HEADROOM = 0.9  # the share of a GPU's memory that a choice should need at most
+_MOST_EXPERTS = 128  # expert parallelism is not modelled
+_MOST_RANKS = 1 << 16  # up to which ``Plan.fewest_ranks`` searches
 
 
 @dataclass(frozen=True)
@@ -44,33 +35,68 @@ class Plan:
     Attributes:
         model: the shape of the model.
         hardware: the GPUs and the links.
+        mask: which keys each query sees.
         seq_len: tokens of a sequence.
         ranks: GPUs of all replicas.
         batch: sequences that each replica computes at a time.
+        global_batch: sequences of a step, the same for all choices.
+        kernel: the attention kernel whose rates count.
+        state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer.
         pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
-        choices: the choices that fit, the most tokens per second first; then those that do not, the least memory
-            first.
-        paper_activation_bytes: bytes of activations of one layer on one device by the formulas of Korthikanti et al.,
-            for "none", "selective" and "full" recomputation.
+        choices: first the recommended choice. Then the other choices that fit, the most tokens per second first; the
+            choices that need a switch that the package lacks; and the choices that do not fit.
+        fewest_ranks: if nothing fits, the smallest number of GPUs with which something would, in whole hosts; 0 if
+            there is none up to 65,536. None if something fits.
+        longest_seq_len: tokens of the longest sequence that fits on these GPUs with what the package has.
     """
 
     model: ModelShape
     hardware: Hardware
+    mask: Mask
     seq_len: int
     ranks: int
     batch: int
+    global_batch: int
+    kernel: str
+    state_bytes: float
     pairs: int
     choices: tuple[Choice, ...]
-    paper_activation_bytes: Mapping[str, float]
+    fewest_ranks: int | None = None
+    longest_seq_len: int = 0
 
     @property
     def best(self) -> Choice:
-        """The first choice."""
-        return self.choices[0]
+        """The recommended choice.
+
+        Raises:
+            ValueError: nothing fits with what the package has.
+        """
+        first = self.choices[0]
+        if not first.possible:
+            raise ValueError(f"nothing fits: {self.shortage}")
+        return first
+
+    @property
+    def shortage(self) -> str:
+        """If nothing fits: how many GPUs, or which length, would."""
+        needs = f"needs at least {self.fewest_ranks:,} GPUs" if self.fewest_ranks else "no number of GPUs is enough"
+        longest = self.longest_seq_len
+        shorter = f"sequences of {longest:,} tokens fit" if longest else "no length fits"
+        return f"{self.model.name} with {self.seq_len:,} tokens {needs}; on {self.ranks:,} GPUs {shorter}"
+
+    def code(self, choice: Choice | None = None) -> str:
+        """A training loop for a choice, by default the recommended one, and the command that measures its attention.
+
+        Raises:
+            ValueError: nothing fits, or ``choice`` needs a switch that the package lacks.
+        """
+        return code(choice or self.best, self.model, self.hardware, self.seq_len, self.batch, self.kernel, self.mask)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as numbers, strings, lists and dicts, for JSON."""
-        return {**asdict(self), "choices": [choice.as_dict() for choice in self.choices]}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("mask", "choices")}
+        values |= {name: asdict(values[name]) for name in ("model", "hardware")}
+        return {**values, "choices": [choice.as_dict() for choice in self.choices]}
 
 
 def plan(
@@ -80,6 +106,7 @@ def plan(
     hardware: str | Path | Mapping[str, Any] | Hardware = "h100",
     mask: Mask | None = None,
     *,
+    global_batch: int | None = None,
     batch: int = 1,
     replicas: int | None = None,
     kernel: str | None = None,
@@ -87,13 +114,14 @@ def plan(
     offload: bool | None = None,
     chunked_loss: bool = True,
     tiled_mlp: bool | None = None,
+    head_groups: int | None = None,
     state_bytes: float = STATE_BYTES,
 ) -> Plan:
     """Predict the training step of a model under every strategy and split of the ranks.
 
     Nothing is run and nothing is downloaded. The transfers come from the plans that attention executes, and a small
     simulation finds which of them overlap with computation. Weights, gradients and the state of the optimizer are
-    sharded over all ranks (ZeRO-3).
+    sharded over all ranks (ZeRO-3). All choices compute the same number of sequences in a step.
 
     Args:
         model: a name such as "llama3-8b", the path of a Hugging Face ``config.json``, a config object, a dict or a
@@ -102,16 +130,21 @@ def plan(
         ranks: GPUs of all replicas.
         hardware: a name ("a100", "h100", "h200", "b200", "mi300x"), a YAML or JSON file, a dict or a ``Hardware``.
         mask: which keys each query sees; by default ``Mask.causal()``.
+        global_batch: sequences of a step. Replicas that compute fewer at a time accumulate gradients. By default the
+            smallest number that every choice that fits can compute.
         batch: sequences that each data-parallel replica computes at a time.
         replicas: data-parallel replicas. By default every possible number is compared.
         kernel: the attention kernel, a name of ``hardware.attention``; by default the first one.
         recompute: what backward recomputes: "none", "keep_attention" (a layer without its attention) or "full" (a
-            whole layer). By default each choice takes the fastest with which it fits.
-        offload: whether saved activations are kept in host memory until backward. By default where it is the fastest.
+            whole layer). By default as little as fits.
+        offload: whether saved activations are kept in host memory until backward. By default only where it is needed.
         chunked_loss: whether logits are computed for some tokens at a time.
         tiled_mlp: whether the MLP is computed for some tokens at a time. By default only where it is needed.
-        state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer. It is 18 for AdamW
-            with float32 copies of bfloat16 weights, and 8 for AdamW all in bfloat16.
+        head_groups: in how many groups of heads the projections and attention are computed. By default in one, or more
+            where it is needed.
+        state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer. It is 16 for AdamW
+            with float32 weights that are gathered in bfloat16 (FSDP2 with a mixed-precision policy), 18 with bfloat16
+            copies besides (DeepSpeed), and 8 for AdamW all in bfloat16.
 
     Raises:
         TypeError: an argument has another type.
@@ -123,40 +156,55 @@ def plan(
     """
     shape, gpus = model_of(model), hardware_of(hardware)
     mask = Mask.causal() if mask is None else mask
-    _check(gpus, seq_len, ranks, mask, batch, replicas, kernel, recompute, state_bytes)
+    _check(
+        shape, gpus, seq_len, ranks, mask, global_batch, batch, replicas, kernel, recompute, head_groups, state_bytes
+    )
     base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
     everything = base.sharding.ring_positions(0)  # not sharded: all positions
     kinds = shape.masks(mask, seq_len)
     pairs = sum(count * all_pairs(layer_mask, seq_len, everything) for count, layer_mask in kinds) // shape.layers
-    switches = list(_switches(recompute, offload, chunked_loss, tiled_mlp))
-    ordered = _fastest_first(_best_of_each_split(base, ranks, replicas, switches, pairs))
-    best = ordered[0][0]
-    choices = tuple(
-        replace(choice, reason=_reason(choice, best, gpus), longest_seq_len=_longest(setting, switches))
-        for choice, setting in ordered
+    switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
+    compared = list(settings(base, ranks, replicas, switches))
+    global_batch = global_batch or _common_batch(compared, switches)
+    compared = [x for x in compared if global_batch % (x.replicas * batch) == 0]
+    if not compared:
+        raise ValueError(f"global_batch={global_batch}: expected a multiple of batch={batch} times a divisor of ranks")
+    choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
+    fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
+    has = [x for x in switches if not x.needs]
+    longest = max((longest_sequence(x, y) for x in splits(base, ranks, replicas) for y in has[-1:]), default=0)
+    name = gpus.kernel_name(kernel)
+    return Plan(
+        shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest
     )
-    paper = {name: paper_activations(shape, seq_len, batch, recompute=name) for name in ("none", "selective", "full")}
-    return Plan(shape, gpus, seq_len, ranks, batch, pairs, choices, paper)
 
 
 def _check(
+    model: ModelShape,
     hardware: Hardware,
     seq_len: int,
     ranks: int,
     mask: Mask,
+    global_batch: int | None,
     batch: int,
     replicas: int | None,
     kernel: str | None,
     recompute: str | None,
+    head_groups: int | None,
     state_bytes: float,
 ) -> None:
     """Raise unless the arguments of ``plan`` are valid."""
-    for name, value in (("seq_len", seq_len), ("ranks", ranks), ("batch", batch)):
+    numbers = {"seq_len": seq_len, "ranks": ranks, "batch": batch}
+    optional = {"global_batch": global_batch, "replicas": replicas, "head_groups": head_groups}
+    for name, value in {**numbers, **{k: x for k, x in optional.items() if x is not None}}.items():
         check_int(name, value, 1)
-    if replicas is not None:
-        check_int("replicas", replicas, 1)
-        if ranks % replicas:
-            raise ValueError(f"replicas={replicas}: expected a divisor of ranks={ranks}")
+    if replicas is not None and ranks % replicas:
+        raise ValueError(f"replicas={replicas}: expected a divisor of ranks={ranks}")
+    if model.experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"model: {model.name} has {model.experts} experts in a layer, and the planner shards weights as FSDP does, "
+            f"which gathers all experts: expected at most {_MOST_EXPERTS}; use a framework with expert parallelism"
+        )
     hardware.rate(kernel)
     if recompute is not None:
         check_choice("recompute", recompute, RECOMPUTE)
@@ -173,199 +221,149 @@ def _check(
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
 
 
-# The settings that are compared
+# The work of a step, and the switches
+
+
+def _common_batch(compared: Sequence[Setting], switches: Sequence[Switches]) -> int:
+    """The smallest number of sequences that every split that fits can compute in a step."""
+    has = [x for x in switches if not x.needs]
+    fitting = [x for x in compared if any(memory(x, y).fits(x.hardware) for y in has)]
+    return lcm(*(x.replicas * x.batch for x in fitting or [max(compared, key=lambda x: x.sequence_ranks)]))
 
 
 def _best_of_each_split(
-    base: Setting, ranks: int, replicas: int | None, switches: Sequence[Switches], pairs: int
+    compared: Sequence[Setting], switches: Sequence[Switches], pairs: int, global_batch: int
 ) -> list[tuple[Choice, Setting]]:
-    """For every split of the ranks and strategy, the best layout and switches."""
-    found: dict[tuple[int, int, int, int, bool], tuple[Choice, Setting]] = {}
-    for setting in _settings(base, ranks, replicas, switches):
-        choice = _best_switches(setting, switches, pairs)
-        key = setting.ring, setting.ulysses, setting.tensor, setting.replicas, setting.gather
-        if key not in found or _order(choice) < _order(found[key][0]):
-            found[key] = choice, setting
+    """For every split of the ranks, strategy and kind of switches, the choice with the best layout."""
+    found: dict[tuple[Any, ...], tuple[Choice, Setting]] = {}
+    for each in compared:
+        setting = replace(each, accumulation=global_batch // (each.replicas * each.batch))
+        split = setting.ring, setting.ulysses, setting.tensor, setting.replicas, setting.gather
+        for choice in _forecasts(setting, switches, pairs):
+            key = *split, choice.switches
+            if key not in found or choice.tokens_per_s > found[key][0].tokens_per_s:
+                found[key] = choice, replace(setting, weights=choice.weights)
     return list(found.values())
 
 
-def _settings(base: Setting, ranks: int, replicas: int | None, switches: Sequence[Switches]) -> Iterator[Setting]:
-    """The splits of ``ranks`` that are compared, with the layouts worth comparing.
-
-    Args:
-        base: the model, the mask and the cluster.
-        ranks: GPUs of all replicas.
-        replicas: their number; None compares every possible one.
-        switches: the switches that are allowed.
-    """
-    for split in _without_long_rings(list(_splits(base, ranks, replicas)), switches):
-        for layout in _layouts(split):
-            yield replace(split, layout=layout)
-            if split.ring > 1 and split.ulysses == 1:
-                yield replace(split, layout=layout, gather=True)
-
-
-def _splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]:
-    """Every split of ``ranks`` into tensor-parallel, Ulysses and ring ranks and replicas that is worth comparing."""
-    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
-    for tensor, ulysses, ring in product(divisors, repeat=3):
-        sequence_ranks = tensor * ulysses * ring
-        if ranks % sequence_ranks or replicas not in (None, ranks // sequence_ranks):
+def _forecasts(setting: Setting, switches: Sequence[Switches], pairs: int) -> Iterator[Choice]:
+    """The choices of one setting: weights sharded over all ranks, and otherwise where that makes the step wait."""
+    for weights in WEIGHTS:
+        s = replace(setting, weights=weights)
+        if (weights == "hsdp" and s.hosts == 1) or (weights == "zero1" and s.accumulation == 1):
             continue
-        if tensor * ulysses > base.model.heads:
-            continue  # some ranks would have no heads
-        if tensor > base.hardware.gpus_per_host:
-            continue  # tensor parallelism between hosts: every layer would wait for it
-        yield replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // sequence_ranks)
+        made = [forecast(s, x, pairs, cost) for cost in [expected_cost(s)] for x in _candidates(s, switches)]
+        yield from (x for x in made if weights == "fsdp" or x.fits)
+        if weights == "fsdp" and not any(
+            x.fits and x.exposed_s > _WAITS * x.seconds and x.parameters_s > _WAITS * x.seconds for x in made
+        ):
+            return
 
 
-def _without_long_rings(splits: list[Setting], switches: Sequence[Switches]) -> list[Setting]:
-    """The splits without those whose rings are too long to simulate.
+def _candidates(setting: Setting, switches: Sequence[Switches]) -> list[Switches]:
+    """The switches that are worth comparing for a split.
 
-    The time of a simulation is proportional to the length of the ring, and with more ranks there are more and longer
-    rings. So that a plan for more ranks takes no longer, the limit is ``_LONGEST_RING`` for up to as many ranks, and
-    inversely proportional to the number of ranks beyond.
-
-    A longer ring is not expected to be the fastest if a shorter one fits into memory: each rank receives nearly all
-    K/V, however long the ring is, but has fewer queries to compute in the meantime. If only rings beyond the limit fit,
-    the shortest of these is kept. If none fits, the shortest of all is kept.
+    Less recomputation is faster. So of the switches that are alike in everything else, these are the least
+    recomputation that fits, and the next one if less than a tenth of the memory would be free. If nothing fits, these
+    are the switches that need the least memory.
     """
-    ranks = max((split.ranks for split in splits), default=1)
-    limit = min(_LONGEST_RING, _LONGEST_RING**2 // ranks)
-    if all(split.ring <= limit for split in splits):
-        return splits
-    fitting = [s.ring for s in splits if any(memory(s, x).fits(s.hardware) for x in switches)]
-    shortest = min(fitting or [split.ring for split in splits])
-    return [split for split in splits if split.ring <= limit or split.ring == shortest]
-
-
-def _layouts(setting: Setting) -> list[Layout]:
-    """The layouts worth comparing. Without a ring there is one, since a layout changes only the order of tokens."""
-    if setting.ring == 1:
-        return ["contiguous"]
-    imbalance: dict[Layout, float] = {}
-    # Contiguous ranks see the fewest keys of other ranks, then zigzag ranks. A later layout must be better balanced.
-    for layout in LAYOUTS:
-        imbalance[layout] = replace(setting, layout=layout).imbalance()
-        if imbalance[layout] < _BALANCED:
-            break
-    least = min(imbalance.values())
-    return [layout for layout, value in imbalance.items() if value < _WORTH_COMPARING * least]
-
-
-# What is recomputed, offloaded or computed some tokens at a time
-
-
-def _switches(
-    recompute: str | None, offload: bool | None, chunked_loss: bool, tiled_mlp: bool | None
-) -> Iterator[Switches]:
-    """Every combination of switches that the arguments of ``plan`` allow, the least recomputation first."""
-    both = (False, True)
-    for how in RECOMPUTE:
-        if recompute in (None, how):
-            for tiled in both if tiled_mlp is None else (tiled_mlp,):
-                for offloaded in both if offload is None else (offload,):
-                    yield Switches(how, offloaded, chunked_loss, tiled)
-
-
-def _best_switches(setting: Setting, switches: Sequence[Switches], pairs: int) -> Choice:
-    """The choice with the fastest switches that fit; if none fit, with those that need the least device memory."""
     used = {x: memory(setting, x) for x in switches}
-    fitting = [x for x in switches if used[x].fits(setting.hardware)]
-    cost = StepCost(setting)
-    if not fitting:
-        host_fits = [x for x in switches if used[x].host <= setting.hardware.host_memory] or list(switches)
-        return step(setting, min(host_fits, key=lambda x: used[x].total), pairs, cost)
-    # Less recomputation is faster, and so is an MLP that is not tiled. Whether offloading costs time depends on how
-    # long a layer computes.
-    best: Choice | None = None
-    for how in RECOMPUTE:
-        allowed = [x for x in fitting if x.recompute == how]
-        plain = [x for x in allowed if not x.offload and not x.tiled_mlp]
-        for x in plain or allowed:
-            choice = step(setting, x, pairs, cost)
-            if best is None or choice.seconds < best.seconds:
-                best = choice
-        if plain:
-            break
-    assert best is not None
-    return best
+    found = []
+    for kind in dict.fromkeys(replace(x, recompute="none") for x in switches):
+        for x in (x for x in switches if replace(x, recompute="none") == kind and used[x].fits(setting.hardware)):
+            found.append(x)
+            if has_headroom(used[x], setting.hardware):
+                break
+    plain = [x for x in found if not x.saving]
+    if any(has_headroom(used[x], setting.hardware) for x in plain):  # a tiled MLP would only cost time
+        found = [x for x in found if x.saving <= 1 and not x.tiled_mlp and x.head_groups == 1]
+    host_fits = [x for x in switches if used[x].host <= setting.hardware.usable_host_memory] or list(switches)
+    return found or [min(host_fits, key=lambda x: used[x].total)]
 
 
-def _longest(setting: Setting, switches: Sequence[Switches]) -> int:
-    """Tokens of the longest sequence that fits with any of the switches; the last recomputation saves the most."""
-    return max(longest_sequence(setting, x) for x in switches if x.recompute == switches[-1].recompute)
+def has_headroom(used: Memory, hardware: Hardware) -> bool:
+    """Whether a tenth of a GPU's memory stays free."""
+    return used.total <= _HEADROOM * hardware.memory_bytes
 
 
 # The order of the choices
 
 
-def _fastest_first(found: list[tuple[Choice, Setting]]) -> list[tuple[Choice, Setting]]:
-    """The choices in order. Of those that are as fast as the fastest, the simplest comes first, then the one that needs
-    the least memory."""
-    ordered = sorted(found, key=lambda x: _order(x[0]))
-    fastest = ordered[0][0]
-    if fastest.fits:
-        as_fast = [x for x in ordered if x[0].fits and x[0].tokens_per_s > (1 - _AS_FAST) * fastest.tokens_per_s]
-        first = min(as_fast, key=lambda x: (_dimensions(x[0]), x[0].memory_bytes))
-        ordered.remove(first)
-        ordered.insert(0, first)
-    return ordered
+def _ordered(found: list[tuple[Choice, Setting]], switches: Sequence[Switches]) -> tuple[Choice, ...]:
+    """The choices in order, with their reasons and the longest sequences that fit."""
+    ordered = [x for x, _ in sorted(found, key=lambda x: _order(x[0]))]
+    setting_of = {id(choice): setting for choice, setting in found}
+    gpus = found[0][1].hardware
+    possible = [x for x in ordered if x.possible]
+    fastest = possible[0] if possible else ordered[0]
+    equal = [x for x in possible if is_equal(x, fastest)]
+    first = min(equal, key=lambda x: _simplicity(x, gpus), default=ordered[0])
+    safest = min(equal, key=lambda x: x.memory_bytes, default=None)
+    ordered.remove(first)
+    choices = []
+    for choice in (first, *ordered):
+        labels = ["fastest"] * (possible != [] and choice is fastest) + ["safest"] * (choice is safest)
+        why = reason(choice, first, gpus, labels, any(choice is x for x in equal))
+        choices.append(replace(choice, reason=why, longest_seq_len=_longest(setting_of[id(choice)], choice, switches)))
+    return tuple(choices)
 
 
-def _order(choice: Choice) -> tuple[bool, float, float, int]:
-    """Sorts the better choice first; of equal ones, the one with the fewest ranks per sequence."""
+def _longest(setting: Setting, choice: Choice, switches: Sequence[Switches]) -> int:
+    """Tokens of the longest sequence that fits with any of the switches that the package has, or that ``choice`` needs;
+    the last recomputation saves the most."""
+    having = [x for x in switches if not set(x.needs) - set(choice.needs)] or list(switches)
+    return max(longest_sequence(setting, x) for x in having if x.recompute == having[-1].recompute)
+
+
+def is_equal(choice: Choice, fastest: Choice) -> bool:
+    """Whether a choice is as fast as the fastest one, within the model's error."""
+    return fastest.tokens_per_s <= (1 + max(choice.error, fastest.error)) * choice.tokens_per_s
+
+
+def _order(choice: Choice) -> tuple[int, float, float]:
+    """Sorts the better choice first."""
     if not choice.fits:
-        return True, choice.memory_bytes, 0.0, 0
-    return False, -choice.tokens_per_s, choice.memory_bytes, -choice.degrees["dp"]
+        return 2, choice.memory_bytes, 0.0
+    return (1 if choice.needs else 0), -choice.tokens_per_s, choice.memory_bytes
 
 
-def _dimensions(choice: Choice) -> int:
-    """The number of dimensions that a sequence is sharded over."""
-    return sum(choice.degrees[name] > 1 for name in ("ring", "ulysses", "tp"))
+def _simplicity(choice: Choice, gpus: Hardware) -> tuple[Any, ...]:
+    """Sorts the choice first that is the easiest to run, of choices that are equally fast."""
+    degrees = choice.degrees
+    collectives = degrees["tp"] * (degrees["ring"] if choice.comm == "all_gather" else degrees["ulysses"])
+    crosses_hosts = collectives > gpus.gpus_per_host or gpus.gpus_per_host % collectives > 0
+    hosts = (
+        degrees["ring"] * degrees["ulysses"] * degrees["tp"] // gpus.gpus_per_host
+    )  # that one sequence is sharded over
+    dimensions = sum(degrees[name] > 1 for name in ("ring", "ulysses", "tp"))
+    return (
+        choice.switches.offload,
+        choice.switches.saving,
+        not has_headroom(choice.memory, gpus),
+        choice.weights != "fsdp",
+        crosses_hosts,
+        hosts > 1 and degrees["ring"] > hosts,  # a ring over hosts has one member in each, collectives are inside
+        dimensions,
+        degrees["tp"] > 1,  # needs layers that are made for it
+        -choice.tokens_per_s,
+    )
 
 
-# Why a choice has its place
+def _fewest_ranks(base: Setting, ranks: int, switches: Sequence[Switches]) -> int:
+    """The smallest number of GPUs, in whole hosts, with which something fits without what the package lacks; 0 if there
+    is none up to ``_MOST_RANKS``."""
+    has = [x for x in switches if not x.needs]
+    size = base.hardware.gpus_per_host
 
+    def fits(hosts: int) -> bool:
+        return any(memory(x, y).fits(x.hardware) for x in splits(base, hosts * size, None) for y in has)
 
-def _reason(choice: Choice, best: Choice, hardware: Hardware) -> str:
-    """Why ``choice`` is the best, or why it is slower than ``best`` or does not fit."""
-    if not choice.fits:
-        return f"does not fit: {_missing_memory(choice, hardware)}"
-    saved = f"; {choice.switches}" if str(choice.switches) else ""
-    waits = choice.exposed_s / choice.seconds
-    waits_words = f"waits {waits:.0%} of the step {_awaited(choice, hardware)}"
-    if choice is best:
-        return f"fastest that fits: {waits_words if waits >= _HIDDEN else 'all transfers are hidden'}{saved}"
-    slower = best.tokens_per_s / choice.tokens_per_s
-    if slower < 1 + _AS_FAST:
-        return f"as fast as the best{saved}"
-    more_waits = choice.exposed_s / choice.tokens_per_step - best.exposed_s / best.tokens_per_step
-    more_compute = choice.compute_s / choice.tokens_per_step - best.compute_s / best.tokens_per_step
-    cause = waits_words if more_waits > more_compute else _more_compute(choice, best)
-    return f"{slower - 1:.0%} slower: {cause}{saved}"
-
-
-def _missing_memory(choice: Choice, hardware: Hardware) -> str:
-    """Which memory is too small, and what needs most of it."""
-    if choice.memory.host > hardware.host_memory:
-        return f"offloads {choice.memory.host / 1e9:.0f} of {hardware.host_memory / 1e9:.0f} GB of the host"
-    needed, available = choice.memory_bytes / 1e9, hardware.memory_bytes / 1e9
-    largest = max(_MEMORY_WORDS, key=lambda part: getattr(choice.memory, part))
-    return f"needs {needed:.0f} of {available:.0f} GB, most of it for {_MEMORY_WORDS[largest]}"
-
-
-def _awaited(choice: Choice, hardware: Hardware) -> str:
-    """Which transfers a rank waits for."""
-    if choice.parameters_s > choice.compute_s:
-        return "for weights and gradients, whose transfers take longer than the computation"
-    bandwidth = {WITHIN: hardware.p2p, BETWEEN: hardware.network}
-    busiest = max(LEVELS, key=lambda level: choice.bytes_sent[level] / bandwidth[level])
-    return f"for transfers {_LEVEL_WORDS[busiest]}"
-
-
-def _more_compute(choice: Choice, best: Choice) -> str:
-    """Why the slowest rank of a choice computes longer than the best choice's."""
-    if choice.switches.recompute != best.switches.recompute:
-        return "it recomputes more"
-    return "its kernels are smaller, or its ranks' work is less equal"
+    low, high = ranks // size, max(1, ranks // size)
+    while not fits(high):
+        low, high = high, 2 * high
+        if high * size > min(_MOST_RANKS, base.seq_len):
+            return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high * size

@@ -39,7 +39,8 @@ class Hardware:
         name: the name of the GPU, for tables.
         peak_flops: FLOP/s of dense bfloat16 products on the data sheet, the denominator of MFU.
         gemm_flops: FLOP/s that a large bfloat16 matrix product reaches.
-        attention: the rates of attention by kernel. The first kernel is the default.
+        attention: the rates of attention by kernel; None for a kernel that has not been measured. The first kernel with
+            rates is the default.
         memory_bytes: bytes of device memory.
         memory_bandwidth: bytes/s of device memory, reads and writes together.
         p2p: bytes/s of point-to-point messages to several ranks of the same host together.
@@ -60,7 +61,7 @@ class Hardware:
     name: str
     peak_flops: float
     gemm_flops: float
-    attention: Mapping[str, AttentionRate]
+    attention: Mapping[str, AttentionRate | None]
     memory_bytes: float
     memory_bandwidth: float
     p2p: float
@@ -77,15 +78,32 @@ class Hardware:
     reserved_bytes: float = 4 * GIB
     device: str = "cuda"
 
+    @property
+    def usable_host_memory(self) -> float:
+        """The bytes of host memory per GPU that offloaded activations may take: 70 %, the system needs the rest."""
+        return 0.7 * self.host_memory
+
     def rate(self, kernel: str | None) -> AttentionRate:
-        """The rates of an attention kernel; of the first one for None.
+        """The rates of an attention kernel; of the first one that has been measured for None.
 
         Raises:
-            ValueError: ``attention`` has no such kernel.
+            ValueError: ``attention`` has no such kernel, or it has not been measured.
         """
-        kernel = kernel or next(iter(self.attention))
+        name = self.kernel_name(kernel)
+        rate = self.attention[name]
+        if rate is None:
+            raise ValueError(
+                f"kernel={name!r} has not been measured on {self.name}; measure it there with seqpar plan --measure, "
+                f"or give its rates: hardware={{'base': {self.name!r}, 'attention': {{{name!r}: [forward, backward]}}}}"
+            )
+        return rate
+
+    def kernel_name(self, kernel: str | None) -> str:
+        """The name of the kernel: for None, of the first one that has been measured."""
+        measured = [name for name, rate in self.attention.items() if rate is not None]
+        kernel = kernel or next(iter([*measured, *self.attention]))
         check_choice("kernel", kernel, self.attention)
-        return self.attention[kernel]
+        return kernel
 
 
 def hardware_of(value: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
@@ -164,13 +182,13 @@ def _of_mapping(value: Mapping[str, Any], known: Mapping[str, Hardware] | None =
     return Hardware(**values)
 
 
-def _rates(value: Any) -> dict[str, AttentionRate]:
-    """The rates of attention kernels, from ``[forward, backward]`` or ``[forward, backward, carries]`` by kernel."""
+def _rates(value: Any) -> dict[str, AttentionRate | None]:
+    """The rates of attention kernels by name: ``[forward, backward]``, ``[forward, backward, carries]`` or None."""
     if not isinstance(value, Mapping) or not value:
         raise ValueError(f"hardware: attention={value!r}: expected a kernel and its rates, such as {_EXAMPLE_RATES}")
-    found = {}
+    found: dict[str, AttentionRate | None] = {}
     for kernel, rate in value.items():
-        if not isinstance(rate, AttentionRate):
+        if rate is not None and not isinstance(rate, AttentionRate):
             name = f"hardware: attention: {kernel}"
             if not isinstance(rate, list | tuple) or len(rate) not in (2, 3):
                 raise ValueError(f"{name}={rate!r}: expected FLOP/s forward and backward, such as {_EXAMPLE_RATES}")

@@ -7,11 +7,13 @@ device memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from .attention import AttentionTimeline
+from .hardware import Hardware
 from .linear import LinearTimeline
 from .messages import RankPlace
-from .setting import BETWEEN, ELEMENT_BYTES, WITHIN, Setting
+from .setting import BETWEEN, ELEMENT_BYTES, GRADIENT_BYTES, WITHIN, Setting
 from .simulate import Timeline
 
 
@@ -43,13 +45,14 @@ class RankTimeline:
         """Record the forward of a layer; with ``attention=False``, everything but attention."""
         m, linear = self.setting.model, self._linear
         self._memory_bound(timeline, "norm", 2 * m.hidden)
-        linear.columns_forward(timeline, "q, k, v", linear.gemm_seconds(m.qkv_parameters, 1))
+        linear.columns_forward(timeline, "q, k, v", linear.gemm_seconds(m.qkv_parameters - m.expanding_parameters, 1))
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
         if attention:
             self.attention(timeline)
         linear.rows_forward(timeline, "output projection", linear.gemm_seconds(m.d_out, m.hidden))
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
         up, down = self._mlp_seconds()
+        self._memory_bound(timeline, "copies to experts", 4 * m.copies * m.hidden)
         linear.columns_forward(timeline, "MLP", up)
         self._memory_bound(timeline, "activation", (3 if m.gated else 2) * m.mlp_width)
         linear.rows_forward(timeline, "MLP", down)
@@ -61,12 +64,13 @@ class RankTimeline:
         up, down = self._mlp_seconds()
         linear.rows_backward(timeline, "MLP", down)
         self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.mlp_width)
+        self._memory_bound(timeline, "copies to experts", 8 * m.copies * m.hidden)
         linear.columns_backward(timeline, "MLP", up)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
         linear.rows_backward(timeline, "output projection", linear.gemm_seconds(m.d_out, m.hidden))
         self.attention(timeline, True)
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
-        linear.columns_backward(timeline, "q, k, v", linear.gemm_seconds(m.qkv_parameters, 1))
+        linear.columns_backward(timeline, "q, k, v", linear.gemm_seconds(m.qkv_parameters - m.expanding_parameters, 1))
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
 
     def mlp_seconds(self) -> float:
@@ -74,9 +78,15 @@ class RankTimeline:
         return sum(self._mlp_seconds())
 
     def _mlp_seconds(self) -> tuple[float, float]:
-        """Seconds of the MLP's GEMMs in forward: up (with a gate, gate and up), and down."""
-        m = self.setting.model
+        """Seconds of the MLP's GEMMs in forward: up (with a gate, gate and up), and down.
+
+        With experts, at least the time in which the weights of all experts are read.
+        """
+        s, m = self.setting, self.setting.model
         one_matrix = self._linear.gemm_seconds(m.hidden, m.mlp_width)
+        if m.experts:
+            read = ELEMENT_BYTES * m.mlp_parameters / (3 if m.gated else 2) / s.tensor
+            one_matrix = max(one_matrix, read / s.hardware.memory_bandwidth)
         return one_matrix * (2 if m.gated else 1), one_matrix
 
     def _memory_bound(self, timeline: Timeline, name: str, elements: float) -> None:
@@ -94,20 +104,36 @@ def attention_seconds(setting: Setting, backward: bool = True) -> float:
     return seconds
 
 
-def weight_links(setting: Setting, nbytes: float) -> Mapping[str, float]:
-    """Seconds for which an all-gather or a reduce-scatter of weights over all ranks uses each level of links.
+class WeightTransfer(NamedTuple):
+    """What one rank sends of the weights and gradients of a layer: bytes by level of links, and the latency."""
+
+    sent: Mapping[str, float]
+    latency: float
+
+    def links(self, hardware: Hardware) -> Mapping[str, float]:
+        """Seconds for which each level of links is used."""
+        return {WITHIN: self.sent[WITHIN] / hardware.all_gather, BETWEEN: self.sent[BETWEEN] / hardware.network}
+
+
+def weight_transfer(setting: Setting, backward: bool) -> WeightTransfer:
+    """The all-gather of a layer's weights in forward or in backward, and in backward the reduce-scatter of gradients.
 
     Each tensor-parallel rank gathers its own shard of the weights, from the ranks that have the same tensor-parallel
-    index. Between hosts, a shard is sent once to each host, over the links of all its ranks with this index.
-
-    Args:
-        setting: how the ranks are split.
-        nbytes: bytes of the weights of one tensor-parallel rank, when they are gathered.
+    index. Between hosts, a shard is sent once to each host, over the links of all its ranks with this index. A
+    collective passes every rank once, so its latency grows with their number: 256 H100 reach 200 GB/s in an all-gather
+    of 2 GB (NVIDIA/nccl #1218), which is 20 us for each of them in addition to the bytes. Inside a host it is half.
     """
-    hardware = setting.hardware
-    hosts = -(-setting.ranks // hardware.gpus_per_host)
-    ranks_of_shard = max(1, min(setting.ranks, hardware.gpus_per_host) // setting.tensor)  # on one host
-    return {
-        WITHIN: nbytes * (ranks_of_shard - 1) / ranks_of_shard / hardware.all_gather,
-        BETWEEN: nbytes * (hosts - 1) / hosts / ranks_of_shard / hardware.network,
-    }
+    s, hardware = setting, setting.hardware
+    per_host = max(1, min(s.ranks, hardware.gpus_per_host) // s.tensor)  # ranks that share a shard
+    hosts = 1 if s.weights == "hsdp" else s.hosts
+    once_a_step = 1 / s.accumulation if s.weights == "zero1" else 1.0
+    gathers = 0.0 if backward and s.weights in ("zero1", "zero2") else once_a_step
+    reductions = once_a_step if backward else 0.0
+    weights = s.model.layer_parameters / s.tensor
+    nbytes = (ELEMENT_BYTES * gathers + GRADIENT_BYTES * reductions) * weights
+    sent = {WITHIN: nbytes * (per_host - 1) / per_host, BETWEEN: nbytes * (hosts - 1) / hosts / per_host}
+    hops = (gathers + reductions) * (1 + hosts - 1 + hosts * (per_host - 1) / 2)
+    if s.weights == "hsdp" and backward:  # an all-reduce of the shard's gradients over the hosts
+        sent[BETWEEN] += 2 * GRADIENT_BYTES * weights / per_host * (s.hosts - 1) / s.hosts
+        hops += 2 * (s.hosts - 1)
+    return WeightTransfer(sent, hardware.latency * hops)

@@ -1,8 +1,6 @@
 """Bytes of memory of one rank: weights and their states, activations that autograd keeps, and temporary tensors.
 
-``paper_activations`` are the formulas of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models", 2022, for the GPT of that paper. ``layer_activations`` are what the layers of this package keep; the tests
-compare them with what autograd saves.
+``layer_activations`` are what the layers of this package keep; the tests compare them with what autograd saves.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ _LOGIT_BYTES = 12
 _LOSS_CHUNK_BYTES = 3 * (128 << 20)
 _ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks
 _LENGTH_UNIT = 1024  # tokens; ``longest_sequence`` is a multiple of it
+# Whether the package can do what a switch stands for. Choices that need another switch are never recommended.
+IN_PACKAGE = {"offload": False, "tiled_mlp": False, "head_groups": False}
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,26 @@ class Switches:
         offload: whether saved activations are copied to host memory until backward.
         chunked_loss: whether logits are computed for some tokens at a time.
         tiled_mlp: whether the MLP is computed for some tokens at a time, and recomputed in backward.
+        head_groups: in how many groups of heads the projections to q, k and v and attention are computed, one group
+            after another.
     """
 
     recompute: Recompute = "none"
     offload: bool = False
     chunked_loss: bool = True
     tiled_mlp: bool = False
+    head_groups: int = 1
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The switches in use that the package lacks."""
+        used = {"offload": self.offload, "tiled_mlp": self.tiled_mlp, "head_groups": self.head_groups > 1}
+        return tuple(name for name, is_used in used.items() if is_used and not IN_PACKAGE[name])
+
+    @property
+    def saving(self) -> int:
+        """How many of ``offload``, ``tiled_mlp`` and ``head_groups`` are in use."""
+        return self.offload + self.tiled_mlp + (self.head_groups > 1)
 
     def __str__(self) -> str:
         words = {"none": [], "keep_attention": ["recompute all but attention"], "full": ["recompute all"]}
@@ -51,6 +65,7 @@ class Switches:
             words[self.recompute]
             + ["offload activations"] * self.offload
             + ["tiled MLP"] * self.tiled_mlp
+            + [f"heads in {self.head_groups} groups"] * (self.head_groups > 1)
             + ["whole logits"] * (not self.chunked_loss)
         )
 
@@ -80,40 +95,12 @@ class Memory:
 
     def fits(self, hardware: Hardware) -> bool:
         """Whether the device has ``total`` bytes, and the host ``host`` bytes for each of its GPUs."""
-        return self.total <= hardware.memory_bytes and self.host <= hardware.host_memory
+        return self.total <= hardware.memory_bytes and self.host <= hardware.usable_host_memory
 
     @property
     def total(self) -> float:
         """The peak of device memory. The backward of a layer and the loss do not run at the same time."""
         return self.states + self.gathered + self.activations + max(self.working, self.logits) + self.reserved
-
-
-def paper_activations(
-    model: ModelShape,
-    seq_len: int,
-    batch: int,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    recompute: str = "none",
-) -> float:
-    """Bytes that one layer of the paper's GPT keeps on one rank with 16-bit activations.
-
-    The paper's equations 1, 2 and 4 and table 2 (Korthikanti et al., arXiv 2205.05198).
-
-    Args:
-        model: the model, of which the heads and the hidden size count.
-        seq_len: tokens of a sequence.
-        batch: number of sequences.
-        tensor: number of tensor-parallel ranks.
-        sequence_parallel: whether the tokens are sharded outside the linear layers too.
-        recompute: what backward recomputes: "none", "selective" (attention) or "full".
-    """
-    sbh = float(seq_len) * batch * model.hidden
-    if recompute == "full":
-        return 2 * sbh
-    scores = 0.0 if recompute == "selective" else 5.0 * model.heads * seq_len / model.hidden / tensor
-    outside = 10.0 / tensor if sequence_parallel else 10.0
-    return sbh * (outside + 24.0 / tensor + scores)
 
 
 def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp: bool = False) -> float:
@@ -128,27 +115,37 @@ def layer_activations(setting: Setting, recompute: Recompute = "none", tiled_mlp
         # unless they are exchanged again.
         elements: float = m.hidden + m.d_out
         if has_all_to_all:
-            elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.d_kv + m.d_v)
+            elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.sent_kv)
         return float(tokens * (ELEMENT_BYTES * elements + lse_bytes))
-    # Both norms' inputs and outputs, q, k, v and out; with an all-to-all, out also as a head shard.
-    elements = 4 * m.hidden + m.d + (2 if has_all_to_all else 1) * m.d_out + m.d_kv + m.d_v
-    if not tiled_mlp:
-        elements += _mlp_elements(m)
-    return float(tokens * (ELEMENT_BYTES * elements + lse_bytes))
+    nbytes = (
+        _attention_activations(setting) + 2 * ELEMENT_BYTES * m.hidden * tokens
+    )  # the second norm's input and output
+    return nbytes + (0 if tiled_mlp else ELEMENT_BYTES * _mlp_elements(m) * tokens)
+
+
+def _attention_activations(setting: Setting, head_groups: int = 1) -> float:
+    """Bytes that autograd keeps for the first norm and attention of one layer, if the projections and attention are
+    computed for ``head_groups`` groups of heads, one after another."""
+    m = setting.model
+    # The norm's input and output, q, k, v and out; with an all-to-all, out also as a head shard.
+    of_heads = m.d + m.sent_kv + (m.d_out if setting.ulysses > 1 else 0)
+    elements = 2 * m.hidden + m.q_rank + m.d_out + of_heads / head_groups
+    return float(setting.tokens * (ELEMENT_BYTES * elements + FLOAT32_BYTES * m.heads))
 
 
 def _mlp_elements(m: ModelShape) -> float:
     """Elements per token that an MLP keeps besides its input.
 
     With a gate: the outputs of gate and up, silu(gate), and its product with up. Without: the input and output of GeLU.
+    With experts: also each expert's copy of its tokens, and its outputs, which the weights of the router multiply.
     """
-    return (4 if m.gated else 2) * m.mlp_width
+    return (4 if m.gated else 2) * m.mlp_width + 2 * m.copies * m.hidden
 
 
 def _shares_kv(setting: Setting) -> bool:
     """Whether two Ulysses ranks read the same KV head, in which case k and v are not kept but exchanged again."""
     m = setting.model
-    by_rank = Heads.of_model(m.heads, m.kv_heads).split(setting.tensor)[0].split(setting.ulysses)
+    by_rank = Heads.of_model(m.heads, m.sent_kv_heads).split(setting.tensor)[0].split(setting.ulysses)
     return any(a.kv and b.kv and a.kv.stop > b.kv.start for a, b in pairwise(by_rank))
 
 
@@ -164,7 +161,7 @@ def memory(setting: Setting, switches: Switches) -> Memory:
     else:
         logits = _LOGIT_BYTES * tokens * m.vocab / s.tensor
     return Memory(
-        states=s.state_bytes * m.parameters / s.ranks,
+        states=s.state_bytes * m.parameters / s.state_ranks,
         gathered=_gathered(s),
         activations=kept,
         working=_working(s, switches),
@@ -177,13 +174,17 @@ def memory(setting: Setting, switches: Switches) -> Memory:
 def _gathered(setting: Setting) -> float:
     """Bytes of gathered weights and their gradients.
 
-    These are the weights of two layers, because the next layer's weights are all-gathered while a layer is computed,
-    the gradients of one layer, and the language model head with its gradient.
+    With "fsdp" these are the weights of two layers, because the next layer's weights are all-gathered while a layer is
+    computed, the gradients of one layer, and the language model head with its gradient.
     """
     m = setting.model
     if setting.ranks == setting.tensor:  # every rank holds all of its weights
         return 0.0
+    if setting.weights == "zero1":
+        return (ELEMENT_BYTES + GRADIENT_BYTES) * m.parameters / setting.tensor
     layers = (2 * ELEMENT_BYTES + GRADIENT_BYTES) * m.layer_parameters
+    if setting.weights == "zero2":
+        layers = ELEMENT_BYTES * m.layers * m.layer_parameters + GRADIENT_BYTES * m.layer_parameters
     head = (ELEMENT_BYTES + GRADIENT_BYTES) * (m.vocab * m.hidden)
     return (layers + head) / setting.tensor
 
@@ -191,20 +192,27 @@ def _gathered(setting: Setting) -> float:
 def _working(setting: Setting, switches: Switches) -> float:
     """Bytes of the temporary tensors of a layer's backward.
 
-    The MLP's and attention's backwards run one after the other, so the larger one counts. The recomputed
-    activations of the layer exist during both.
+    The MLP's and attention's backwards run one after the other, so the larger one counts. The activations of the layer
+    that backward recomputes exist from then on until their own backward.
     """
-    recomputed = layer_activations(setting, "none", switches.tiled_mlp) if switches.recompute != "none" else 0.0
-    return recomputed + max(_attention_working(setting), _mlp_working(setting, switches.tiled_mlp))
+    during_attention = during_mlp = 0.0
+    if switches.recompute != "none":
+        during_attention = _attention_activations(setting, switches.head_groups)
+        during_mlp = layer_activations(setting, "none", switches.tiled_mlp)
+        during_mlp -= _attention_activations(setting) - during_attention
+    return max(
+        during_attention + _attention_working(setting) / switches.head_groups,
+        during_mlp + _mlp_working(setting, switches.tiled_mlp),
+    )
 
 
 def _attention_working(setting: Setting) -> float:
     """Bytes of the temporary tensors of attention's backward: gradients, and K/V and their gradients in transfer."""
     s, m, tokens = setting, setting.model, setting.tokens
     head_ranks = s.ulysses * s.tensor  # ranks that share the heads
-    kv_heads = max(1.0, m.kv_heads / head_ranks)
+    kv_heads = max(1.0, m.sent_kv_heads / head_ranks)
     # Elements of k and v of one ring rank: all tokens of the ranks that share the heads, and the heads of one of them.
-    kv = tokens * head_ranks * kv_heads * (m.d_kv + m.d_v) / m.kv_heads
+    kv = tokens * head_ranks * kv_heads * m.sent_kv / m.sent_kv_heads
     # dq in float32 and rounded, and dout; dk and dv in float32 and rounded.
     nbytes: float = tokens * ((ELEMENT_BYTES + FLOAT32_BYTES) * m.d + ELEMENT_BYTES * m.d_out)
     nbytes += kv * (FLOAT32_BYTES + ELEMENT_BYTES)
@@ -224,7 +232,7 @@ def _mlp_working(setting: Setting, tiled_mlp: bool) -> float:
     m, tokens = setting.model, setting.tokens
     tile_tokens = min(tokens, m.hidden) if tiled_mlp else tokens
     activations = _mlp_elements(m)
-    nbytes: float = ELEMENT_BYTES * tile_tokens * (activations * 3 / 4 if m.gated else activations)
+    nbytes: float = ELEMENT_BYTES * tile_tokens * (activations / 2 if m.gated else activations)
     nbytes += 2 * ELEMENT_BYTES * tokens * m.hidden
     if tiled_mlp:  # the recomputed activations of the tile
         nbytes += ELEMENT_BYTES * tile_tokens * activations

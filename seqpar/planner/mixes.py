@@ -16,7 +16,7 @@ from ..mask import Mask
 MIXES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())["mixes"]
 
 
-def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
+def document_mix(name: str, seq_len: int, seed: int = 0, longest: int | None = None) -> Mask:
     """A causal mask of packed documents whose lengths are drawn from a published histogram.
 
     The last document is cut at the end of the sequence.
@@ -25,6 +25,7 @@ def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
         name: "magi" or "wlb".
         seq_len: tokens of the full sequence.
         seed: the seed of the random lengths.
+        longest: tokens at which longer documents are cut.
 
     Raises:
         ValueError: ``name`` is not a mix.
@@ -38,7 +39,8 @@ def document_mix(name: str, seq_len: int, seed: int = 0) -> Mask:
     while total < seq_len:
         bins = generator.choice(len(counts), size=256, p=shares)
         for i in bins:
-            lengths.append(min(int(generator.integers(borders[i], borders[i + 1])), seq_len - total))
+            drawn = int(generator.integers(borders[i], borders[i + 1]))
+            lengths.append(min(drawn, longest or drawn, seq_len - total))
             total += lengths[-1]
     return Mask.documents(sorted(set(accumulate(lengths, initial=0))))
 

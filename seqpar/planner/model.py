@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,21 @@ class ModelShape:
         return self.kv_heads * (self.v_head_dim or self.head_dim)
 
     @property
+    def sent_kv_heads(self) -> int:
+        """Heads of the K/V that ranks send: a single one with latent attention, which sends latents."""
+        return 1 if self.kv_rank else self.kv_heads
+
+    @property
+    def sent_kv(self) -> int:
+        """Elements of the K/V of one token that ranks send."""
+        return self.kv_rank + self.shared_dim if self.kv_rank else self.d_kv + self.d_v
+
+    @property
+    def copies(self) -> float:
+        """How often a token is copied to the experts that compute it, averaged over the layers."""
+        return self.active_experts * (self.layers - self.dense_layers) / self.layers if self.experts else 0.0
+
+    @property
     def mlp_width(self) -> float:
         """The summed width of the MLPs that compute one token in a layer, averaged over the layers."""
         width = (self.active_experts if self.experts else 1) * self.intermediate + self.shared_width
@@ -110,10 +126,12 @@ class ModelShape:
     def qkv_parameters(self) -> int:
         """Number of weights of the projections to q, k and v in one layer."""
         q = self.q_rank * (self.hidden + self.d) if self.q_rank else self.hidden * self.d
-        if not self.kv_rank:
-            return q + self.hidden * (self.d_kv + self.d_v)
-        k_per_head = self.d_kv - self.kv_heads * self.shared_dim  # elements of k that the heads do not share
-        return q + self.hidden * (self.kv_rank + self.shared_dim) + self.kv_rank * (k_per_head + self.d_v)
+        return q + self.hidden * self.sent_kv + self.expanding_parameters
+
+    @property
+    def expanding_parameters(self) -> int:
+        """Number of weights that expand the latents of one layer to keys and values."""
+        return self.kv_rank * (self.d_kv - self.kv_heads * self.shared_dim + self.d_v)
 
     @property
     def attention_parameters(self) -> int:
@@ -123,8 +141,13 @@ class ModelShape:
     @property
     def layer_parameters(self) -> float:
         """Number of weights of one layer, averaged over the layers, without norms, biases and routers."""
+        return self.attention_parameters + self.mlp_parameters
+
+    @property
+    def mlp_parameters(self) -> float:
+        """Number of weights of the MLP of one layer, of all its experts, averaged over the layers."""
         width = max(1, self.experts) * self.intermediate + self.shared_width
-        return self.attention_parameters + self._weights_per_width * self._mean_over_layers(width)
+        return self._weights_per_width * self._mean_over_layers(width)
 
     @property
     def parameters(self) -> int:
@@ -154,33 +177,6 @@ class ModelShape:
             pairs: number of visible pairs of a query and a key in one layer, averaged over the layers.
         """
         return 6.0 * self.multiplied_parameters * tokens + 6.0 * self.layers * (self.d + self.d_out) * pairs
-
-
-def _gpt(name: str, heads: int, hidden: int, layers: int, vocab: int = 51200) -> ModelShape:
-    """A GPT of Megatron-LM: multi-head attention and an MLP of width ``4 * hidden``."""
-    return ModelShape(name, layers, hidden, heads, heads, hidden // heads, 4 * hidden, vocab, gated=False, tied=True)
-
-
-# Llama 3: arXiv 2407.21783, table 3. Qwen3: the config.json files on Hugging Face. gpt-22b to gpt-1t: Korthikanti et
-# al., arXiv 2205.05198, table 3. gpt-7b: the dense 7B of DeepSpeed-Ulysses, arXiv 2309.14509.
-MODELS: dict[str, ModelShape] = {
-    m.name: m
-    for m in (
-        ModelShape("llama3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
-        ModelShape("llama3-70b", 80, 8192, 64, 8, 128, 28672, 128256),
-        ModelShape("llama3-405b", 126, 16384, 128, 8, 128, 53248, 128256),
-        ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
-        ModelShape("qwen3-4b", 36, 2560, 32, 8, 128, 9728, 151936, tied=True),
-        ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
-        ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
-        ModelShape("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, experts=128, active_experts=8),
-        _gpt("gpt-7b", 32, 4096, 32, 50304),
-        _gpt("gpt-22b", 64, 6144, 48),
-        _gpt("gpt-175b", 96, 12288, 96),
-        _gpt("gpt-530b", 128, 20480, 105),
-        _gpt("gpt-1t", 160, 25600, 128),
-    )
-}
 
 
 def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelShape:
@@ -321,3 +317,12 @@ def _local_layers(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
         every = config.get("sliding_window_pattern") or _FULL_EVERY.get(str(config.get("model_type")))
         count = layers - layers // every if every else layers
     return (count, int(tokens)) if count and tokens else (0, 0)
+
+
+def _table() -> dict[str, ModelShape]:
+    """The models of ``models.json``, whose entries are ``[source, config]``."""
+    table = json.loads(Path(__file__).with_name("models.json").read_text())["models"]
+    return {name: _of_config(config, name) for name, (_, config) in table.items()}
+
+
+MODELS = _table()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
@@ -21,9 +22,18 @@ LEVELS = (WITHIN, BETWEEN)
 ELEMENT_BYTES = 2  # of a weight or an activation in bfloat16
 FLOAT32_BYTES = 4
 GRADIENT_BYTES = FLOAT32_BYTES  # gradients of weights are accumulated and reduce-scattered in float32
-# AdamW in mixed precision, for each weight: 2 bytes for the bfloat16 weight, 4 for its float32 gradient, and 4 + 8 for
-# the float32 copy of the weight and the two moments (ALST, arXiv 2506.13996).
-STATE_BYTES = 18.0
+# AdamW with FSDP2 and a mixed-precision policy, for each weight: 4 bytes each for the float32 weight, its gradient and
+# the two moments. Weights in bfloat16 exist only while they are gathered.
+STATE_BYTES = 16.0
+
+
+Weights = Literal["fsdp", "hsdp", "zero2", "zero1"]
+WEIGHTS: dict[Weights, str] = {
+    "fsdp": "weights, gradients and optimizer sharded over all ranks (ZeRO-3)",
+    "hsdp": "the same over the ranks of a host, with a copy on every host",
+    "zero2": "the same as fsdp, but gathered weights are kept from forward to backward",
+    "zero1": "the same as fsdp, but weights and gradients are whole until the last backward of a step",
+}
 
 
 @dataclass(frozen=True)
@@ -40,10 +50,12 @@ class Setting:
         seq_len: tokens of a full sequence.
         batch: sequences that one replica computes at a time.
         ring, ulysses, tensor: ranks along each dimension that a sequence is sharded over.
-        replicas: data-parallel replicas. Weights are sharded over all ranks of all replicas (ZeRO-3, FSDP).
+        replicas: data-parallel replicas.
         layout: which positions each rank holds.
         gather: whether K/V are all-gathered in one step (``comm="all_gather"``) instead of sent around the ring.
         kernel: the attention kernel, a name of ``hardware.attention``; None is the first one.
+        accumulation: how often a replica computes ``batch`` sequences in a step, before the optimizer.
+        weights: how weights are sharded, see ``WEIGHTS``.
         state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer.
         dtype: the dtype of q, k and v.
     """
@@ -60,6 +72,8 @@ class Setting:
     layout: Layout = "contiguous"
     gather: bool = False
     kernel: str | None = None
+    accumulation: int = 1
+    weights: Weights = "fsdp"
     state_bytes: float = STATE_BYTES
     dtype: torch.dtype = torch.bfloat16
 
@@ -72,6 +86,16 @@ class Setting:
     def ranks(self) -> int:
         """Number of ranks of all replicas."""
         return self.sequence_ranks * self.replicas
+
+    @property
+    def hosts(self) -> int:
+        """Number of hosts."""
+        return -(-self.ranks // self.hardware.gpus_per_host)
+
+    @property
+    def state_ranks(self) -> int:
+        """Number of ranks that the state of the optimizer is sharded over."""
+        return min(self.ranks, self.hardware.gpus_per_host) if self.weights == "hsdp" else self.ranks
 
     @property
     def sharding(self) -> TokenLayout:

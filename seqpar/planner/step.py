@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from ..layout import Layout
 from ..strategies import Comm, compared_options
-from .layer import RankTimeline, weight_links
+from .layer import RankTimeline, weight_transfer
 from .memory import Memory, Switches, layer_activations, memory
-from .setting import ELEMENT_BYTES, FLOAT32_BYTES, GRADIENT_BYTES, LEVELS, Setting
+from .setting import ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, Setting, Weights
 from .simulate import Result, Timeline
 
 
@@ -19,7 +19,7 @@ from .simulate import Result, Timeline
 class Choice:
     """One way to run the model, and what is predicted for one training step.
 
-    A step is the forward and the backward of ``batch`` sequences on each replica, and the optimizer.
+    A step is the forward and the backward of ``global_batch`` sequences, and the optimizer.
 
     Attributes:
         strategy: "local", "ring", "context_parallel", "ulysses", "hybrid" or "tp_sp", the names of
@@ -30,9 +30,14 @@ class Choice:
             be "ring".
         degrees: the number of ranks by dimension of ``init_mesh``: "dp", "ring", "ulysses", "tp".
         layout: which positions each rank holds.
+        accumulation: how often each replica computes ``batch`` sequences in a step.
+        tokens_per_step: tokens of all sequences of a step, the same for all choices of a plan.
+        weights: how weights are sharded: "fsdp", "hsdp", "zero2" or "zero1".
         switches: what is recomputed, offloaded or computed some tokens at a time to save memory.
+        needs: the switches of these that the package lacks. Such a choice is not recommended.
         fits: whether the GPU has ``memory_bytes``, and the host has the memory for offloaded activations.
-        seconds: seconds of a step.
+        seconds: seconds of a step, as expected from the shares of published rates that real runs have reached.
+        error: the share of its throughput by which a choice may be wrong, relative to the other choices.
         tokens_per_s: tokens per second of all replicas together.
         mfu: model FLOPs utilisation: the model's FLOPs in a step, without recomputation and of visible pairs only,
             divided by what all ranks could compute in that time at ``hardware.peak_flops``.
@@ -42,12 +47,15 @@ class Choice:
             step without other communication. They overlap with the computation, so they are not added to ``seconds``.
         bytes_sent: bytes of activations that one rank sends in a step, by level of links: "within_host" and
             "between_hosts".
-        parameter_bytes_sent: bytes of weights and gradients of weights that one rank sends in a step.
+        parameter_bytes_sent: bytes of weights and gradients of weights that one rank sends in a step, by level of
+            links.
         memory_bytes: the peak of memory on one rank, in bytes.
         memory: the parts of that peak.
         longest_seq_len: tokens of the longest sequence that fits into memory with the same degrees, under any of the
             switches that were allowed. 0 if none fits.
         reason: why the choice is the best, or why it is slower or does not fit.
+        floor_s: seconds of the matrix products and of attention alone at the published rates.
+        low_s, high_s: the seconds between which a step is expected to take, from the errors of published runs.
     """
 
     strategy: str
@@ -55,25 +63,33 @@ class Choice:
     comm: Comm | None
     degrees: Mapping[str, int]
     layout: Layout
+    accumulation: int
+    tokens_per_step: int
+    weights: Weights
     switches: Switches
+    needs: tuple[str, ...]
     fits: bool
     seconds: float
+    error: float
     tokens_per_s: float
     mfu: float
     compute_s: float
     exposed_s: float
     parameters_s: float
     bytes_sent: Mapping[str, int]
-    parameter_bytes_sent: int
+    parameter_bytes_sent: Mapping[str, int]
     memory_bytes: int
     memory: Memory
     longest_seq_len: int
     reason: str
+    floor_s: float = 0.0
+    low_s: float = 0.0
+    high_s: float = 0.0
 
     @property
-    def tokens_per_step(self) -> float:
-        """Tokens of all sequences of a step."""
-        return self.tokens_per_s * self.seconds
+    def possible(self) -> bool:
+        """Whether it fits, and needs nothing that the package lacks."""
+        return self.fits and not self.needs
 
     def as_dict(self) -> dict[str, Any]:
         """The choice as numbers, strings, lists and dicts, for JSON."""
@@ -100,10 +116,9 @@ class StepCost:
         self.layers = [_LayerCost(replace(setting, mask=mask), count) for count, mask in kinds]
 
     def parameters_seconds(self) -> float:
-        """Seconds per layer of both all-gathers of the weights and the reduce-scatter of their gradients, if nothing
-        else used the links."""
-        nbytes = (2 * ELEMENT_BYTES + GRADIENT_BYTES) * _layer_weights_per_rank(self.setting)
-        return max(weight_links(self.setting, nbytes).values())
+        """Seconds per layer of the transfers of weights and their gradients, if nothing else used the links."""
+        passes = [weight_transfer(self.setting, backward) for backward in (False, True)]
+        return sum(max(x.links(self.setting.hardware).values()) + x.latency for x in passes)
 
     def loss_seconds(self) -> float:
         """Seconds of the language model head's GEMMs and of the passes over the logits, in forward and backward."""
@@ -120,7 +135,7 @@ class StepCost:
         """
         bytes_per_weight = 4 * FLOAT32_BYTES + 3 * FLOAT32_BYTES + ELEMENT_BYTES
         s = self.setting
-        return bytes_per_weight * s.model.parameters / s.ranks / s.hardware.memory_bandwidth
+        return bytes_per_weight * s.model.parameters / s.state_ranks / s.hardware.memory_bandwidth
 
 
 class _LayerCost:
@@ -142,7 +157,7 @@ class _LayerCost:
     @cached_property
     def forward(self) -> _Pass:
         """The forward of a layer, while the weights of the next layer are all-gathered."""
-        return self._simulate(self._rank.forward, ELEMENT_BYTES * _layer_weights_per_rank(self.setting))
+        return self._simulate(self._rank.forward, backward=False)
 
     def backward(self, recompute: str) -> _Pass:
         """The backward of a layer and the recomputation before it, while the weights of the next layer are all-gathered
@@ -154,16 +169,16 @@ class _LayerCost:
             self._rank.backward(timeline)
 
         if recompute not in self._backward:
-            nbytes = (ELEMENT_BYTES + GRADIENT_BYTES) * _layer_weights_per_rank(self.setting)
-            self._backward[recompute] = self._simulate(record, nbytes)
+            self._backward[recompute] = self._simulate(record, backward=True)
         return self._backward[recompute]
 
-    def _simulate(self, record: Callable[[Timeline], None], weight_bytes: float) -> _Pass:
-        """Simulate what ``record`` records, while ``weight_bytes`` of weights and their gradients are communicated."""
+    def _simulate(self, record: Callable[[Timeline], None], backward: bool) -> _Pass:
+        """Simulate what ``record`` records, while weights, and in backward gradients, are communicated."""
         timeline, s = Timeline(), self.setting
         weights = None
         if s.ranks > s.tensor:  # otherwise every rank holds all of its weights
-            weights = timeline.start("parameters", "parameters", weight_links(s, weight_bytes), s.hardware.latency)
+            transfer = weight_transfer(s, backward)
+            weights = timeline.start("parameters", "parameters", transfer.links(s.hardware), transfer.latency)
         record(timeline)
         timeline.wait(weights)
         return _Pass(timeline.run(), dict(timeline.sent))
@@ -182,11 +197,6 @@ class _LayerCost:
         return total, compute
 
 
-def _layer_weights_per_rank(setting: Setting) -> float:
-    """Number of weights of one layer on one tensor-parallel rank, when they are gathered."""
-    return setting.model.layer_parameters / setting.tensor
-
-
 def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None = None) -> Choice:
     """Predict one training step. ``longest_seq_len`` and ``reason`` of the choice are left empty.
 
@@ -199,6 +209,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
     """
     s, m = setting, setting.model
     cost = cost or StepCost(s)
+    times = s.accumulation
     layers = layers_compute = 0.0
     sent = dict.fromkeys(LEVELS, 0)
     for layer in cost.layers:
@@ -207,12 +218,12 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         for one_pass in (layer.forward, layer.backward(switches.recompute)):
             for level, size in one_pass.sent.items():
                 sent[level] += layer.count * size
-    outside_layers = cost.loss_seconds() + cost.optimizer_seconds()
-    seconds = layers + outside_layers
-    sequences = s.batch * s.replicas
+    outside_layers = times * cost.loss_seconds() + cost.optimizer_seconds()
+    seconds = times * layers + outside_layers
+    sequences = s.batch * s.replicas * times
     used = memory(s, switches)
-    weight_shards = max(1, s.ranks // s.tensor)
-    weight_bytes = (2 * ELEMENT_BYTES + GRADIENT_BYTES) * m.parameters / s.tensor
+    share = m.parameters / m.layer_parameters  # the embedding and the head are sent like layers
+    weights = [weight_transfer(s, backward).sent for backward in (False, True)]
     context = context_name(s)
     return Choice(
         strategy="tp_sp" if s.tensor > 1 else context,
@@ -220,16 +231,21 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         comm=compared_options(context).get("comm"),
         degrees={"dp": s.replicas, "ring": s.ring, "ulysses": s.ulysses, "tp": s.tensor},
         layout=s.layout,
+        accumulation=times,
+        tokens_per_step=sequences * s.seq_len,
+        weights=s.weights,
         switches=switches,
+        needs=switches.needs,
         fits=used.fits(s.hardware),
         seconds=seconds,
+        error=0.0,
         tokens_per_s=sequences * s.seq_len / seconds,
         mfu=m.model_flops(sequences * s.seq_len, sequences * pairs) / (seconds * s.ranks * s.hardware.peak_flops),
-        compute_s=layers_compute + outside_layers,
-        exposed_s=max(0.0, round(layers - layers_compute, 9)),
-        parameters_s=m.layers * cost.parameters_seconds(),
-        bytes_sent=sent,
-        parameter_bytes_sent=int(weight_bytes * (weight_shards - 1) / weight_shards),
+        compute_s=times * layers_compute + outside_layers,
+        exposed_s=max(0.0, round(times * (layers - layers_compute), 9)),
+        parameters_s=times * m.layers * cost.parameters_seconds(),
+        bytes_sent={level: times * size for level, size in sent.items()},
+        parameter_bytes_sent={level: int(times * share * sum(x[level] for x in weights)) for level in LEVELS},
         memory_bytes=int(used.total),
         memory=used,
         longest_seq_len=0,

@@ -165,7 +165,7 @@ def test_scale_is_the_planners(mask: str, section: str, gpus: int, tokens: int) 
     (written,) = (row[column] for row in rows if row[0] == scale["words"](tokens))
     best = scale["predict"]((mask, gpus, tokens)).best
     if mask == "causal":
-        assert written == f"{best.strategy} {best.degrees}, {scale['percent'](best.mfu)}"
+        assert written == f"{best.strategy} {best.degrees}, {scale['mfu_range'](best)}"
     else:
         one = scale["predict"](("causal", gpus, tokens)).best
         assert written == f"{best.strategy} {best.degrees}, {best.tokens_per_s / one.tokens_per_s:.1f} x"

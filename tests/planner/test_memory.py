@@ -12,13 +12,14 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.planner.memory import layer_activations, paper_activations
+from seqpar.planner.memory import _mlp_elements, layer_activations
 from seqpar.planner.model import ModelShape
 from seqpar.planner.setting import Setting
 
 from ..pool import Pool, on_ranks
 from ..settings import H100
 from ..strategies.test_activation_memory import PaperLayer, saved_bytes
+from .paper import paper_activations
 
 HIDDEN, HEADS, TOKENS = 64, 8, 64
 
@@ -84,3 +85,33 @@ def test_the_layer_of_the_paper(pool: Pool) -> None:
     assert layer_activations(Setting(model, H100, Mask.causal(), TOKENS, 2)) == pytest.approx(measured, rel=0.05)
     paper = paper_activations(model, TOKENS, 2, recompute="selective")
     assert paper - 2 * TOKENS * 2 * 32 == pytest.approx(measured, rel=0.05)
+
+
+def test_experts_keep_copies_of_their_tokens() -> None:
+    """What autograd keeps of a mixture of experts, whose copies and outputs have ``active_experts`` rows a token."""
+    torch.manual_seed(0)
+    experts, active, hidden, width = 4, 2, 32, 48
+    gate, up = (nn.Parameter(torch.randn(experts, width, hidden)) for _ in range(2))
+    down, x = nn.Parameter(torch.randn(experts, hidden, width)), torch.randn(TOKENS, hidden, requires_grad=True)
+    chosen = torch.rand(TOKENS, experts).topk(active).indices
+    kept = 0
+
+    def keep(saved: Tensor) -> Tensor:
+        nonlocal kept
+        if saved.is_floating_point() and saved.untyped_storage().data_ptr() not in {
+            p.untyped_storage().data_ptr() for p in (gate, up, down, x, scores)
+        }:
+            kept += saved.nbytes
+        return saved
+
+    scores = torch.randn(TOKENS, active, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        for i in range(experts):
+            token, slot = (chosen == i).nonzero(as_tuple=True)
+            copy = x[token]
+            seen = kept
+            (nn.functional.silu(copy @ gate[i].T) * (copy @ up[i].T) @ down[i].T) * scores[token, slot][:, None]
+            kept -= copy.nbytes if kept > seen else 0  # two products save it, the storage is one
+    kept -= 4 * TOKENS * active  # the chosen scores, one number a row
+    model = ModelShape("m", 1, hidden, 4, 4, 8, width, 64, experts=experts, active_experts=active)
+    assert 2 * _mlp_elements(model) * TOKENS == pytest.approx(kept / 2, rel=0.05)

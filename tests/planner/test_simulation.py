@@ -201,6 +201,39 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
         assert found == expected, name
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world, tokens, heads, rank, nope, e, width, rope = 16, 128, 16, 9, 8, 4, 12, 2
+
+    class Expanding(Idle):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+            return super().forward(q, k, v.new_empty(*v.shape[:3], e))
+
+    monkeypatch.setattr("seqpar.strategies.call.select", lambda *_, **__: Expanding())
+    ulysses = world if strategy == "ulysses" else STRATEGIES[strategy].get("ulysses_size", 1)
+    with simulated(world, rank, PER_HOST, monkeypatch) as group:
+        sharding = seqpar.Sharding(tokens, "zigzag", group=group)
+        shapes = ((heads, nope + rope), (1, width), (1, rope))
+        q, latents, rotated = (
+            torch.zeros(BATCH, tokens // world, *x, dtype=torch.bfloat16, requires_grad=True) for x in shapes
+        )
+        weight = torch.zeros(heads, nope + e, width, dtype=torch.bfloat16, requires_grad=True)
+        with seqpar.trace() as forward:
+            out = seqpar.attention(q, latents, rotated, latent_weight=weight, sharding=sharding, **STRATEGIES[strategy])
+        with seqpar.trace() as backward:
+            out.sum().backward()
+    model = ModelShape("m", 1, 64, heads, heads, nope + rope, 64, 64, v_head_dim=e, kv_rank=width, shared_dim=rope)
+    setting = Setting(
+        model, replace(H100, gpus_per_host=PER_HOST), Mask.causal(), tokens, BATCH, ring=world // ulysses,
+        ulysses=ulysses, layout="zigzag", gather=strategy == "context_parallel",
+    )  # fmt: skip
+    timeline_of = RankTimeline(setting, rank // ulysses, rank % ulysses)
+    for is_backward, trace in ((False, forward), (True, backward)):
+        timeline = Timeline()
+        timeline_of.attention(timeline, is_backward)
+        assert sum(timeline.sent.values()) == trace.bytes_sent
+
+
 @pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.sliding_window(20), mask_of("documents:96", 512)])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(

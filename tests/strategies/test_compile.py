@@ -456,6 +456,44 @@ def test_opcheck_of_rotary_operators(pool: Pool) -> None:
 
 
 @on_ranks
+def saved_tables(group: ProcessGroup, scaling: dict[str, Any] | None) -> tuple[int, int]:
+    """How many cosines and sines three layers save for backward: in eager code, and in compiled code."""
+    torch._dynamo.reset()
+    sharding, rope = Sharding(22, "zigzag", group=group), seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
+    layers = torch.nn.ModuleList(
+        seqpar.RingAttention(HIDDEN, 2, head_dim=HEAD_DIM, group=group, rope=rope) for _ in range(3)
+    )
+    positions, x = sharding.positions(), torch.randn(1, sharding.seq_local, HIDDEN, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer(x, sharding=sharding, positions=positions)
+        return x
+
+    def count(each: Run) -> tuple[int, Tensor]:
+        saved: list[Tensor] = []
+
+        def save(t: Tensor) -> Tensor:
+            saved.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+            y = each(x)
+        tables = {t.data_ptr() for t in saved if t.shape == (1, sharding.seq_local, 1, HEAD_DIM // 2)}
+        return len(tables), torch.autograd.grad(y.square().sum(), x)[0]
+
+    compiled = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
+    (in_eager, gradient), (in_compiled, same) = count(run), count(compiled)
+    torch.testing.assert_close(gradient, same)
+    return in_eager, in_compiled
+
+
+@pytest.mark.parametrize("scaling", [None, DYNAMIC], ids=["default", "dynamic"])
+def test_layers_do_not_save_their_rotary_tables(pool: Pool, scaling: dict[str, Any] | None) -> None:
+    assert pool.run(2, saved_tables, scaling, deadline_s=200.0) == [(2, 0)] * 2
+
+
+@on_ranks
 def graphs_around(group: ProcessGroup) -> int:
     """The number of graphs around a layer without a sharding."""
     torch._dynamo.reset()

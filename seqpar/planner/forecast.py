@@ -1,0 +1,150 @@
+"""The expected time of a run: the simulation with the share of each published rate that real runs have reached.
+
+``calibration.json`` has these shares. ``docs/forecast.py`` fits them to half of the published times, and the tests
+compare the other half with the ranges that they give.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+from .hardware import Hardware
+from .layer import RankTimeline
+from .memory import Switches
+from .setting import Setting
+from .simulate import Timeline
+from .step import Choice, StepCost, step
+
+LONG, SHORT, HOSTS, PACKED = "long", "short", "several hosts", "packed"
+KINDS = {
+    LONG: "attention has at least three quarters of the computation",
+    SHORT: "shorter sequences on one host",
+    HOSTS: "shorter sequences on several hosts",
+    PACKED: "packed documents or a window",
+}
+_LONG_SHARE = 0.75
+_ERROR = 0.05  # choices whose throughput differs by less are equal; more for short sequences and for several hosts
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Shares of published rates that real runs have reached.
+
+    Attributes:
+        gemm: of the fastest matrix product.
+        attention: of the attention kernel by itself.
+        packed: of ``attention``, for packed documents.
+        memory: of the bandwidth of device memory.
+        network: of the bandwidth between hosts.
+        ranges: by kind of run, the published time over the expected time of the calibrating runs: the lowest and the
+            highest.
+    """
+
+    gemm: float = 1.0
+    attention: float = 1.0
+    packed: float = 1.0
+    memory: float = 1.0
+    network: float = 1.0
+    ranges: Mapping[str, tuple[float, float]] | None = None
+
+    def hardware(self, setting: Setting) -> Hardware:
+        """The hardware of a setting at the expected rates."""
+        h, share = setting.hardware, self.attention * (self.packed if setting.mask.is_local else 1.0)
+        rates = {
+            name: rate and replace(rate, forward=rate.forward * share, backward=rate.backward * share)
+            for name, rate in h.attention.items()
+        }
+        return replace(
+            h,
+            attention=rates,
+            gemm_flops=h.gemm_flops * self.gemm,
+            memory_bandwidth=h.memory_bandwidth * self.memory,
+            network=h.network * self.network,
+        )
+
+    def range(self, setting: Setting, pairs: float) -> tuple[float, float]:
+        """The factors of the expected time between which a step is expected to take."""
+        low, high = (self.ranges or {}).get(kind_of(setting, pairs), (1.0, 1.0))
+        # No published run with experts names its settings well enough to be forecast, except one at a million tokens.
+        return (low / 1.25, high * 1.25) if setting.model.experts else (low, high)
+
+
+def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:
+    """Seconds of a step's matrix products and of its attention at the published rates, without anything else.
+
+    Args:
+        setting: the run.
+        pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
+    """
+    s, m = setting, setting.model
+    sequences = s.batch * s.replicas * s.accumulation / s.ranks
+    rate = s.hardware.rate(s.kernel)
+    flops = m.layers * (m.d + m.d_out) * 2.0 * pairs * sequences
+    gemm = 6.0 * m.multiplied_parameters * s.seq_len * sequences / s.hardware.gemm_flops
+    return gemm, flops / rate.forward + 2.5 * flops / rate.backward
+
+
+def kind_of(setting: Setting, pairs: float) -> str:
+    """The kind of a run, a key of ``KINDS``."""
+    if setting.mask.is_local:
+        return PACKED
+    gemm, attention = floor_seconds(setting, pairs)
+    if attention >= _LONG_SHARE * (gemm + attention):
+        return LONG
+    return SHORT if setting.ranks <= setting.hardware.gpus_per_host else HOSTS
+
+
+@lru_cache(maxsize=1)
+def calibration() -> Calibration:
+    """The shares in ``calibration.json``."""
+    values = json.loads(Path(__file__).with_name("calibration.json").read_text())
+    ranges = {kind: (low, high) for kind, (low, high) in values.pop("ranges").items()}
+    return Calibration(**values["shares"], ranges=ranges)
+
+
+def expected_cost(setting: Setting, shares: Calibration | None = None) -> StepCost:
+    """What a step costs at the expected rates."""
+    return StepCost(replace(setting, hardware=(shares or calibration()).hardware(setting)))
+
+
+def forecast(setting: Setting, switches: Switches, pairs: int, cost: StepCost) -> Choice:
+    """The step of a setting with its expected time, its floor and the range.
+
+    Args:
+        setting: the run.
+        switches: what is recomputed, offloaded or computed some tokens at a time.
+        pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
+        cost: the ``expected_cost`` of the setting.
+    """
+    choice, floor = step(cost.setting, switches, pairs, cost), sum(floor_seconds(setting, pairs))
+    low, high = calibration().range(setting, pairs)
+    hard = (kind_of(setting, pairs) != LONG) + (setting.hosts > 1)
+    return replace(
+        choice,
+        error=_ERROR * (1 + hard),
+        floor_s=floor,
+        low_s=max(floor, low * choice.seconds),
+        high_s=max(floor, high * choice.seconds),
+    )
+
+
+def expected_step(setting: Setting, switches: Switches, shares: Calibration) -> float:
+    """The expected seconds of a step."""
+    cost = expected_cost(setting, shares)
+    return step(cost.setting, switches, 1, cost).seconds
+
+
+def expected_attention(setting: Setting, passes: str, shares: Calibration) -> float:
+    """The expected seconds of the attention of one layer by itself: "forward", "backward" or "both"."""
+    rank = RankTimeline(replace(setting, hardware=shares.hardware(setting)))
+    seconds = 0.0
+    for name, backward in (("forward", False), ("backward", True)):
+        if passes in (name, "both"):
+            timeline = Timeline()
+            rank.attention(timeline, backward)
+            seconds += timeline.run().seconds
+    return seconds
