@@ -16,7 +16,8 @@ BENCH_ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
-PYTEST = timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
+# Many processes import the tests: with bytecode, only the first one compiles them.
+PYTEST = PYTHONDONTWRITEBYTECODE= timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
 .PHONY: demo test test-fast gate compat families lint docs scale format bench peers clean
 

@@ -1,499 +1,408 @@
-"""Check the attention backends on one GPU, then measure them. One command, under 8 minutes:
+"""Check the attention backends on one GPU, then measure them. One command, from a checkout, in under 8 minutes:
 
-    python benchmarks/gpu.py                 # checks, then measures; writes benchmarks/results/gpu-<name>.json and .md
-    TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke      # the same code on tiny shapes without a GPU, no figures
+    python benchmarks/gpu.py --out DIR             # checks, then measures; writes DIR/gpu-<name>.json and .md
+    python benchmarks/gpu.py --part hops --out DIR # one part: checks, kernels, hops, tiles or peers
+    python benchmarks/gpu.py --smoke               # tiny shapes in Triton's interpreter, without a GPU and figures
 
-The checks compare the Triton kernels, and the backends of the libraries that are installed, with the float64 reference
-of the tests. They use fresh inputs in memory full of NaNs, strided and offset keys, tensors of more than 2^31 elements,
-two streams at once, and compute-sanitizer if it is installed. The measurements are medians of interleaved rounds of:
+It needs PyTorch, Triton, numpy and einops. seqpar need not be installed.
 
-* the Triton kernels, the backends of libraries, the backend that "auto" selects, ``scaled_dot_product_attention`` with
-  the cuDNN and the flash backend, FlexAttention, and FlashAttention 4 if it is installed;
-* the computation of one of 8 ranks in a zigzag ring, an all-gather and Ulysses, step after step on this one GPU without
-  communication, compared with an eighth of the full causal attention;
-* attention with a carry, compared with the same attention without one, at the shapes of a ring's steps;
-* the kernels that only move bytes, compared with PyTorch's operators.
+* **checks** compare every kernel and every backend that is installed with the float64 reference of the tests, on fresh
+  inputs in memory full of NaNs, with strided and offset keys, tensors of more than 2^31 elements, and two streams at
+  once. compute-sanitizer runs two shapes if it is installed.
+* **kernels** measures every backend, ``seqpar.attention``, and ``scaled_dot_product_attention`` on cuDNN and flash; the
+  cost of a carry at the shapes of a ring's steps; and the kernels that only move bytes.
+* **hops** measures the computation of one of 8 ranks in a zigzag ring, an all-gather and Ulysses with every backend,
+  step after step on this one GPU without communication, and compares it with an eighth of the full causal attention.
+* **tiles** measures tile sizes of the Triton kernels; **peers** measures FlexAttention.
 
-The GPU's time does not include the host's time: an idle kernel keeps the GPU busy while the host launches the kernels
-that are measured. The host's time is reported separately.
-
-The most important rows are measured first. A row that would not end in time is listed as left out. The results are
-written after every row.
-
-Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim.
+Every task is a process with a time limit. Processes are started ahead and wait for a task, so that their imports take
+no time. If a process hangs or loses the GPU, the step that it was in becomes a row with the reason, and a new process
+continues the task without this step. Checks run side by side, measurements alone. The tasks that matter most come
+first, and what would not end in time is listed as left out. The report is written after every row.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
+import json
 import os
-import platform
-import statistics
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+sys.path.insert(0, str(Path(__file__).parent))
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-# The files in this folder and ``tests`` are not installed. Last in the path, they hide no installed package.
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-
-from gpu_checks import (
-    DEVICE,
-    INTERPRETED,
-    check_large,
-    check_memory_accesses,
-    check_streams,
-    check_strides,
-    check_values,
-    key_intervals,
-    libraries,
-    normal,
-    two_shapes,
-)
-from gpu_report import Report, Task, dtype_name, markdown, run_in_time
-
-import seqpar
-from seqpar.kernels import select
-from seqpar.kernels.base import Backend, Grads, OutputGrad, Score
-from seqpar.layout import shard_positions, split_range
-from seqpar.mask import Mask
-from seqpar.schedule.rows import KeyIntervals
-from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
+from gpu_report import GPU_LOST, Report, Row, markdown
 
 RESULTS = Path(__file__).parent / "results"
-Thunk = Callable[[], object]
-CAUSAL, FULL = Mask.causal(), Mask.full()
+PARTS = ("checks", "kernels", "hops", "tiles", "peers")
+_IMPORTS = 90.0  # seconds that the first imports on a machine may take
+_MOST_PROCESSES = 8  # of one task
 
 
-class Timing(NamedTuple):
-    """The time of one call.
+@dataclass(frozen=True)
+class Task:
+    """Some rows of the report.
 
     Attributes:
-        ms: the GPU's milliseconds.
-        host_us: the host's microseconds.
-        queued: whether the host had launched all kernels of the call before the GPU started the first one.
+        part: one of ``PARTS``.
+        name: what is checked or measured.
+        seconds: about how long the task takes on an H200. It does not start if less time is left.
+        function: the function of ``gpu_checks.py`` or ``gpu_speed.py`` that adds the rows.
+        arguments: its arguments after the rows.
+        alone: whether no other task may run at the same time.
+        limit: seconds that one step may take.
+        under: the command of a tool under which the process runs.
+        environment: variables of the process.
     """
 
-    ms: float
-    host_us: float
-    queued: bool
+    part: str
+    name: str
+    seconds: float
+    function: str
+    arguments: tuple[Any, ...]
+    alone: bool = True
+    limit: float = 45.0
+    under: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
 
-_LEAST_CYCLES, _MOST_CYCLES = 1 << 21, 1 << 28  # cycles of the idle kernel: 1 ms to 140 ms
-_cycles: dict[str, int] = {}  # cycles of the idle kernel, by the name of the call that is timed
+class Process:
+    """A process that waits for a task. Its children end with it."""
 
+    def __init__(self, command: Sequence[str], stem: Path, environment: dict[str, str]) -> None:
+        self.rows, self.log = stem.with_suffix(".jsonl"), stem.with_suffix(".log")
+        self.rows.touch()
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, str(self.rows)], stdin=subprocess.PIPE, stdout=log, stderr=log, text=True,
+                env=os.environ | environment, start_new_session=True,
+            )  # fmt: skip
 
-def timed(name: str, thunk: Thunk) -> Timing:
-    """Time one call on the GPU. All its kernels are queued before the first one starts.
+    def give(self, request: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # the process has already ended, which is seen later
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.close()
 
-    An idle kernel runs first, while the host launches the call's kernels. If the idle kernel ends before the host is
-    done, the GPU waits for the host. In this case the call is timed again after a longer idle kernel.
-    """
-    if DEVICE.type != "cuda":
-        began = time.perf_counter()
-        thunk()
-        elapsed = time.perf_counter() - began
-        return Timing(elapsed * 1e3, elapsed * 1e6, True)
-    while True:
-        cycles = _cycles.setdefault(name, _LEAST_CYCLES)
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(cycles)
-        start.record()
-        began = time.perf_counter()
-        thunk()
-        host_us = (time.perf_counter() - began) * 1e6
-        stop.record()
-        queued = not start.query()
-        stop.synchronize()
-        if queued or cycles >= _MOST_CYCLES:
-            return Timing(start.elapsed_time(stop), host_us, queued)
-        _cycles[name] = 2 * cycles
-
-
-def interleaved(thunks: dict[str, Thunk], rounds: int) -> dict[str, Timing]:
-    """The median times by name. Every round runs all thunks, so that clock rates and heat affect all alike."""
-    times: dict[str, list[Timing]] = {name: [] for name in thunks}
-    _cycles.clear()
-    for attempt in range(rounds + 2):
-        for name, thunk in thunks.items():
-            timing = timed(name, thunk)
-            if attempt >= 2:
-                times[name].append(timing)
-    return {
-        name: Timing(
-            statistics.median(x.ms for x in timings),
-            statistics.median(x.host_us for x in timings),
-            all(x.queued for x in timings),
-        )
-        for name, timings in times.items()
-    }
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(10)
 
 
 @dataclass
-class Case:
-    """One attention call of the Triton kernels, forward and backward."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    mask: Mask
-
-    def __post_init__(self) -> None:
-        queries, keys = (torch.arange(x.shape[1]) for x in (self.q, self.k))
-        self.intervals = key_intervals(self.mask, queries, keys)
-        self.score = Score(self.q.shape[3] ** -0.5)
-        self.out, self.lse = self.forward()
-        self.gradients = [torch.zeros_like(x, dtype=torch.float32) for x in (self.q, self.k, self.v)]
-
-    def forward(self, **options: Any) -> tuple[Tensor, Tensor]:
-        return attention_forward(self.q, self.k, self.v, self.intervals, self.score, **options)
-
-    def backward(self) -> None:
-        inputs = (self.dout, self.q, self.k, self.v, self.lse, delta(self.out, self.dout))
-        attention_backward(*inputs, self.intervals, self.score, *self.gradients)
-
-    def backend_forward(self, backend: Backend) -> object:
-        return backend.forward(self.q, self.k, self.v, self.intervals, self.score, None, True)
-
-    def backend_backward(self, backend: Backend) -> None:
-        output = OutputGrad(self.dout, self.out, self.lse, None)
-        if backend.reads_delta:
-            output = output._replace(delta=delta(self.out, self.dout))
-        inputs = self.q, self.k, self.v, output, self.intervals, self.score
-        dq, dk, dv = self.gradients
-        backend.backward(*inputs, Grads(dq, dk, dv, new_dq=True, new_dkv=True))
-
-    def call(self) -> Iterator[tuple[str, Callable[[], Tensor], list[Tensor]]]:
-        """``seqpar.attention`` as users call it, on the backend that "auto" selects; returns what ``peers`` returns."""
-        q, k, v = inputs = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-
-        def run() -> Tensor:
-            return seqpar.attention(q, k, v, mask=self.mask, strategy="local").transpose(1, 2)
-
-        yield "attention()", run, inputs
-
-    def peers(self) -> Iterator[tuple[str, Callable[[], Tensor], list[Tensor]]]:
-        """Other implementations: name, forward, the tensors to differentiate by."""
-        q, k, v = inputs = [x.transpose(1, 2).detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        causal, grouped = self.mask is not FULL, q.shape[1] != k.shape[1]
-
-        def sdpa(backend: SDPBackend) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-
-        yield "cudnn", partial(sdpa, SDPBackend.CUDNN_ATTENTION), inputs
-        yield "flash", partial(sdpa, SDPBackend.FLASH_ATTENTION), inputs
-        yield from self._flash_attn_4(causal)
-        if q.shape[2] != 16384:
-            return  # torch.compile takes long for every new shape
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        compiled = torch.compile(flex_attention, dynamic=False)
-        length = q.shape[2]
-        block_mask = None
-        if causal:
-            block_mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, length, length, device=str(DEVICE))
-        yield "flex", partial(compiled, q, k, v, block_mask=block_mask, enable_gqa=grouped), inputs
-
-    def _flash_attn_4(self, causal: bool) -> Iterator[tuple[str, Callable[[], Tensor], list[Tensor]]]:
-        """FlashAttention 4 by itself, where it is installed."""
-        try:
-            attention = importlib.import_module("flash_attn.cute.interface").flash_attn_func
-        except ImportError:
-            return
-        q, k, v = inputs = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-
-        def run() -> Tensor:
-            result = attention(q, k, v, causal=causal)
-            out: Tensor = result[0] if isinstance(result, tuple) else result
-            return out.transpose(1, 2)
-
-        yield "flash_attn 4", run, inputs
-
-
-@dataclass
-class Rank:
-    """The computation of one of several ranks for a case, without the communication.
+class Runner:
+    """Runs tasks in processes, and adds their rows to a report.
 
     Attributes:
-        case: the attention of all ranks together.
-        ranks, rank: the number of ranks, and the number of this rank.
-        strategy: "ring" and "all-gather" in the zigzag layout, or "ulysses".
+        worker: the command of a process, see ``gpu_worker.py``.
+        report: receives the rows.
+        out: the folder of the report, or None to write none.
+        suffix: ends the names of the report's files.
+        seconds: the time for all tasks, from now on.
+        jobs: how many tasks run at the same time, at most.
+        environment: variables of all processes.
     """
 
-    case: Case
-    ranks: int
-    rank: int
-    strategy: str
+    worker: Sequence[str]
+    report: Report
+    out: Path | None
+    suffix: str = ""
+    seconds: float = 440.0
+    jobs: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        case = self.case
-        self.q, self.dout, self.out, self.lse = case.q, case.dout, case.out, case.lse
-        self.steps: list[tuple[Tensor, Tensor, KeyIntervals]] = []
-        if self.strategy == "ulysses":
-            heads, kv_heads = (split_range(x.shape[2], self.ranks, self.rank) for x in (case.q, case.k))
-            self.q, self.dout, self.out = (
-                x[:, :, heads.start : heads.stop].contiguous() for x in (case.q, case.dout, case.out)
-            )
-            self.lse = case.lse[:, heads.start : heads.stop].contiguous()
-            k, v = (x[:, :, kv_heads.start : kv_heads.stop].contiguous() for x in (case.k, case.v))
-            self.steps.append((k, v, case.intervals))
+        self._deadline = time.monotonic() + self.seconds
+        self._lock, self._numbers, self._live = threading.RLock(), count(), set[Process]()
+        self._waiting: deque[Process] = deque()
+        self._folder = tempfile.TemporaryDirectory()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """End all processes."""
+        for process in list(self._live):
+            process.kill()
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Run the tasks in order: tasks beside one another that need not be alone at the same time."""
+        for alone, together in groupby(tasks, key=lambda task: task.alone):
+            with ThreadPoolExecutor(1 if alone else self.jobs) as pool:
+                list(pool.map(self._run_task, together))
+
+    def _run_task(self, task: Task) -> None:
+        began, skip, ends = time.monotonic(), set[str](), list[str]()
+        if task.seconds > (left := self._deadline - began):
+            why = f"takes {task.seconds:.0f} s, and {max(0, left):.0f} s were left"
+            self._add({"kind": "skipped", "task": task.name, "what": task.name, "why": why})
             return
-        length = case.q.shape[1]
-        by_rank = [
-            shard_positions(length, self.ranks, (self.rank - i) % self.ranks, "zigzag") for i in range(self.ranks)
-        ]
-        own = by_rank[0]
-        at = own.to(DEVICE)
-        self.q, self.dout, self.out = case.q[:, at], case.dout[:, at], case.out[:, at]
-        self.lse = case.lse[:, :, at].contiguous()
-        if self.strategy == "all-gather":
-            by_rank = [own, torch.cat(by_rank[1:]).sort().values]
-        for keys in by_rank:
-            at = keys.to(DEVICE)
-            self.steps.append((case.k[:, at], case.v[:, at], key_intervals(case.mask, own, keys)))
+        for _ in range(_MOST_PROCESSES):
+            step, end = self._run_process(task, skip)
+            ends.append(end)
+            if end == "ended":
+                break
+            if step in skip and end == f"exit status {GPU_LOST}":
+                continue  # the step's row has the causes
+            kind = "skipped" if task.under and "not supported" in end else "failure"
+            self._add({"kind": kind, "task": task.name, "what": step, "why" if kind == "skipped" else "error": end})
+            if step in (task.name, *skip) or time.monotonic() >= self._deadline:
+                break
+            skip.add(step)
+        with self._lock:
+            self.report.tasks.append({"name": task.name, "seconds": time.monotonic() - began, "ends": ends})
+        self._save()
 
-    def forward(self) -> None:
-        carry = None
-        for step, (k, v, intervals) in enumerate(self.steps):
-            last = step == len(self.steps) - 1
-            carry = attention_forward(self.q, k, v, intervals, self.case.score, carry=carry, last=last)
+    def _run_process(self, task: Task, skip: set[str]) -> tuple[str, str]:
+        """Run a task in a process, and add what is done to ``skip``. Returns its last step and how it ended."""
+        with self._lock:
+            special = task.under or task.environment
+            process = self._start(task) if special or not self._waiting else self._waiting.popleft()
+            while not special and len(self._waiting) < self.jobs:
+                self._waiting.append(self._start())
+        names = {"name": task.name, "function": task.function, "arguments": task.arguments, "skip": sorted(skip)}
+        process.give(names)
+        step, read = task.name, 0
+        until = time.monotonic() + task.limit + _IMPORTS
+        while True:
+            ended = process.process.poll()
+            with process.rows.open() as file:
+                file.seek(read)
+                text = file.read()
+                lines, read = text.splitlines(keepends=True), read + len(text.encode())
+            if lines and not lines[-1].endswith("\n"):
+                read -= len(lines.pop().encode())
+            for line in lines:
+                until = time.monotonic() + task.limit
+                row = json.loads(line)
+                if row["kind"] == "begin":
+                    step = row["what"]
+                else:
+                    skip.add(row["what"])
+                    self._add({"task": task.name, **row})
+            now = time.monotonic()
+            if ended is not None or now > min(until, self._deadline):
+                break
+            time.sleep(0.02)
+        process.kill()
+        with self._lock:
+            self._live.discard(process)
+        if ended is None:
+            reason = "the time of all tasks was over" if now > self._deadline else f"no result after {task.limit:.0f} s"
+            end = f"{reason}: killed"
+        else:
+            end = "ended" if ended == 0 else f"exit status {ended}"
+        output = process.log.read_text(errors="replace")[-3000:].strip()
+        if end not in ("ended", f"exit status {GPU_LOST}") and output:
+            end += "\n" + output
+        return step, end
 
-    def backward(self) -> None:
-        row_delta = delta(self.out, self.dout)
-        dq = torch.zeros_like(self.q, dtype=torch.float32)
-        for k, v, intervals in self.steps:
-            dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
-            attention_backward(self.dout, self.q, k, v, self.lse, row_delta, intervals, self.case.score, dq, dk, dv)
+    def _start(self, task: Task | None = None) -> Process:
+        under, variables = (task.under, dict(task.environment)) if task else ((), {})
+        stem = Path(self._folder.name) / str(next(self._numbers))
+        process = Process([*under, *self.worker], stem, self.environment | variables)
+        self._live.add(process)
+        return process
 
+    def _add(self, row: Row) -> None:
+        with self._lock:
+            if row["kind"] == "environment":
+                self.report.environment = row
+            else:
+                self.report.rows.append(row)
+            if row["kind"] in ("failure", "skipped") or not row.get("passed", True):
+                why = row.get("error") or row.get("why") or row.get("errors")
+                print(f"{row['kind'].upper()} {row['task']}: {row['what']}: {why}", flush=True)
+            elif row["kind"] != "check":
+                print(
+                    json.dumps({k: v for k, v in row.items() if not k.endswith(("_host_us", "_first_s"))}), flush=True
+                )
+        self._save()
 
-def random_case(
-    batch: int, length: int, heads: int, kv_heads: int, head_dim: int, mask: Mask, keys: int | None = None
-) -> Case:
-    """A case of ``length`` queries, and as many keys unless ``keys`` says how many."""
-    dtype = torch.float16 if INTERPRETED else torch.bfloat16
-    q, dout = (normal(batch, length, heads, head_dim, dtype=dtype) for _ in range(2))
-    k, v = (normal(batch, keys or length, kv_heads, head_dim, dtype=dtype) for _ in range(2))
-    return Case(q, k, v, dout, mask)
-
-
-def measure_speed(
-    report: Report, smoke: bool, length: int, head_dim: int, heads: int, kv_heads: int, mask: Mask
-) -> None:
-    """TFLOP/s forward and backward: 4 (10) x pairs x head_dim x heads, as in the FlashAttention papers."""
-    causal, batch = mask is CAUSAL, 1 if smoke else max(1, 16384 // length)
-    label = f"{length} tokens, head_dim {head_dim}, heads {heads}/{kv_heads}, causal={causal}"
-    case = random_case(batch, length, heads, kv_heads, head_dim, mask)
-    go: dict[str, Thunk] = {"seqpar": case.forward}
-    back: dict[str, Thunk] = {"seqpar": case.backward}
-    grad = case.dout.transpose(1, 2)
-    for backend in libraries(smoke):
-        if (why := backend.unsupported(case.q, case.k, case.score, lse_gradient=False)) is not None:
-            report.skipped.append(f"backend {backend.name}, {label}: {why}")
-            continue
-        go[f"backend {backend.name}"] = partial(case.backend_forward, backend)
-        back[f"backend {backend.name}"] = partial(case.backend_backward, backend)
-    auto = select("auto", case.q, case.k, case.score, carry=False)
-    for name, run, inputs in (*case.call(), *(() if smoke else case.peers())):
-        try:
-            result = run()
-            torch.autograd.grad(result, inputs, grad, retain_graph=True)
-        except Exception as error:  # a peer that does not support this shape here
-            report.skipped.append(f"{name}, {label}: {str(error).splitlines()[0][:120]}")
-            continue
-        go[name] = run
-        back[name] = partial(torch.autograd.grad, result, inputs, grad, retain_graph=True)
-    pairs = length * (length + 1) // 2 if causal else length * length
-    flops = pairs * head_dim * heads * batch
-    row: dict[str, Any] = {"tokens": length, "batch": batch, "head_dim": head_dim, "heads": heads,
-                           "kv_heads": kv_heads, "causal": causal, "auto": auto.name}  # fmt: skip
-    for direction, thunks, factor in (("forward", go, 4), ("backward", back, 10)):
-        with torch.no_grad() if direction == "forward" else contextlib.nullcontext():
-            times = interleaved(thunks, 1 if smoke else 12 if length <= 16384 else 5)
-        row[direction] = {name: factor * flops / t.ms / 1e9 for name, t in times.items()}
-        row[f"{direction}_host_us"] = {name: t.host_us for name, t in times.items()}
-        row[f"{direction}_not_queued"] = [name for name, t in times.items() if not t.queued]
-    report.speed.append(row)
-    print(label, {d: {n: round(x) for n, x in row[d].items()} for d in ("forward", "backward")}, flush=True)
-
-
-def measure_ranks(report: Report, smoke: bool, strategy: str, length: int) -> None:
-    """The time of one rank's computation, compared with the time of the full attention divided by the ranks."""
-    ranks, heads, kv_heads, head_dim = (2, 2, 2, 32) if smoke else (8, 32, 8, 128)
-    case = random_case(1, length, heads, kv_heads, head_dim, CAUSAL)
-    work: dict[str, Case | Rank] = {"full": case}
-    sample = {0} if strategy == "ulysses" else {0, ranks // 2, ranks - 1}
-    work |= {f"rank {r}": Rank(case, ranks, r, strategy) for r in sorted(sample)}
-    row: dict[str, Any] = {"strategy": strategy, "tokens": length, "ranks": ranks, "heads": heads, "kv_heads": kv_heads}
-    for direction in ("forward", "backward"):
-        thunks: dict[str, Thunk] = {name: getattr(x, direction) for name, x in work.items()}
-        times = interleaved(thunks, 1 if smoke else 5)
-        full = times.pop("full").ms
-        row[direction] = {
-            "full_ms": full,
-            "rank_ms": {name: t.ms for name, t in times.items()},
-            "rank_host_us": {name: t.host_us for name, t in times.items()},
-            "share_of_ideal": {name: full / ranks / t.ms for name, t in times.items()},
-        }
-    report.ranks.append(row)
-    print(strategy, length, {d: row[d]["share_of_ideal"] for d in ("forward", "backward")}, flush=True)
+    def _save(self) -> None:
+        with self._lock:
+            if self.out is not None:
+                self.report.write(self.out, self.suffix)
 
 
-def measure_carry(report: Report, smoke: bool, queries: int, keys: int) -> None:
-    """The same queries and keys without a carry, with a carry as input, with a carry as output, and with both.
+def tasks(smoke: bool, backends: Sequence[str], tools: Sequence[str] = ()) -> list[Task]:
+    """All checks and measurements, the most important first.
 
-    Half the queries and all keys, or all queries and half the keys, are the steps of a causal zigzag ring.
+    Args:
+        smoke: tiny shapes.
+        backends: the names of the backends that can run here, "triton" among them.
+        tools: the commands of compute-sanitizer.
     """
-    heads, kv_heads, head_dim = (2, 1, 32) if smoke else (32, 8, 128)
-    case = random_case(1, queries, heads, kv_heads, head_dim, FULL, keys)
-    carry = case.forward(last=False)
-    thunks: dict[str, Thunk] = {
-        "none": case.forward,
-        "out": partial(case.forward, last=False),
-        "in and out": partial(case.forward, last=False, carry=carry),
-        "in, last": partial(case.forward, carry=carry),
-    }
-    times = {name: t.ms for name, t in interleaved(thunks, 1 if smoke else 20).items()}
-    cost = {name: ms / times["none"] - 1 for name, ms in times.items()}
-    report.carry.append({"queries": queries, "keys": keys, "ms": times, "cost": cost})
-    print("carry", queries, keys, {name: f"{100 * c:.1f} %" for name, c in cost.items()}, flush=True)
+    found = _smoke_tasks(backends) if smoke else _tasks(backends, tools)
+    first: dict[str, Task] = {}
+    for task in found:
+        first.setdefault(task.name, task)
+    return list(first.values())
 
 
-def measure_elementwise(report: Report, smoke: bool) -> None:
-    """Kernels that only move bytes, compared with PyTorch's operators, in GB/s of the bytes that must be moved."""
-    length, heads, head_dim = (64, 2, 32) if smoke else (32768, 32, 128)
-    x = normal(1, length, heads, head_dim, dtype=torch.float16 if INTERPRETED else torch.bfloat16)
-    acc, lse = x.float(), torch.zeros(1, heads, length, device=DEVICE)
-    positions = torch.arange(length, device=DEVICE)
-    frequencies = 1.0 / 10000 ** (torch.arange(0, head_dim, 2, device=DEVICE).float() / head_dim)
-    angles = (positions[:, None] * frequencies)[None, :, None]
-    cos, sin = angles.cos(), angles.sin()
+def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
+    libraries = [name for name in backends if name != "triton"]
+    every = ["triton", "triton deterministic", *libraries]
 
-    def rotary_in_pytorch() -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    def speed(tokens: int, head_dim: int, heads: int, kv_heads: int, causal: bool) -> Task:
+        name = f"{tokens} tokens, head_dim {head_dim}, heads {heads}/{kv_heads}, causal={causal}"
+        seconds = 10 + (tokens / 16384) ** 2 * (1 if causal else 2)
+        shape = tokens, head_dim, heads, kv_heads, causal
+        return Task("kernels", name, seconds, "measure_speed", (False, backends, *shape, tokens == 16384))
 
-    def merge_in_pytorch() -> None:
-        weight = torch.sigmoid(lse - lse).transpose(1, 2).unsqueeze(-1)
-        acc.lerp_(x.float(), weight)
-        torch.logaddexp(lse, lse)
+    def hops(strategy: str, tokens: int, head_dim: int) -> Task:
+        name, seconds = f"{strategy} at {tokens} tokens, head_dim {head_dim}", 10 + 12 * (tokens / 65536) ** 2
+        return Task("hops", name, seconds, "measure_hops", (False, backends, strategy, tokens, head_dim))
 
-    thunks: dict[str, Thunk] = {
-        "rotary": partial(apply_rotary, x, cos, sin),
-        "rotary, PyTorch": rotary_in_pytorch,
-        "merge": partial(merge_, acc, lse, x, lse.clone()),
-        "merge, PyTorch": merge_in_pytorch,
-        "delta": partial(delta, x, x),
-        "delta, PyTorch": lambda: (x.float() * x.float()).sum(-1).transpose(1, 2).contiguous(),
-        "copy": x.clone,
-    }
-    least = {"rotary": 4, "merge": 10, "delta": 4, "copy": 4}  # bytes per element that must be moved
-    times = interleaved(thunks, 1 if smoke else 50)
-    report.elementwise += [
-        {"kernel": n, "ms": t.ms, "host_us": t.host_us, "gb_per_s": least[n.split(",")[0]] * x.numel() / t.ms / 1e6}
-        for n, t in times.items()
+    def carry(queries: int, keys: int) -> Task:
+        return Task("kernels", f"carry, {queries} queries, {keys} keys", 6, "measure_carry", (False, queries, keys))
+
+    def contact(kernel: str, name: str, *shape: Any) -> Task:
+        arguments = (False, kernel, name, *shape)
+        return Task("checks", f"first call of {name} {kernel}, {shape}", 10, "check_contact", arguments, alone=False)
+
+    # One process for each kernel: dtype, head_dim, batch, heads, KV heads. With 4 KV heads, programs share a KV head in
+    # the Triton backward. The compiled kernels are kept, and serve the measurements.
+    plain = "bfloat16", 128, 1, 16, 16
+    for kernel in ("forward", "carry", "backward"):
+        yield contact(kernel, "triton", *plain)
+    yield contact("backward", "triton deterministic", *plain)
+    yield contact("backward", "triton", "bfloat16", 128, 1, 16, 4)
+    for name in libraries:
+        yield from (contact(kernel, name, *plain) for kernel in ("forward", "carry", "backward"))
+    for head_dim in (64, 256, 40):
+        for kernel in ("forward", "backward"):
+            yield from (contact(kernel, name, "bfloat16", head_dim, 1, 16, 4) for name in backends)
+    for kernel in ("forward", "backward"):
+        yield contact(kernel, "triton", "float32", 64, 1, 4, 4)
+
+    # What decides the order of "auto".
+    yield speed(16384, 128, 16, 16, True)
+    yield hops("ring", 65536, 128)
+    yield speed(16384, 128, 16, 16, False)
+    yield carry(8192, 4096)
+    yield carry(4096, 8192)
+    yield from (hops(strategy, 65536, 128) for strategy in ("all-gather", "ulysses"))
+    yield from (hops("ring", tokens, 128) for tokens in (16384, 131072))
+    yield from (hops("ring", 65536, head_dim) for head_dim in (64, 256))
+
+    for kernel, head_dim in (("forward", 128), ("backward", 128), ("forward", 64), ("backward", 64), ("forward", 256)):
+        yield Task("tiles", f"tiles of {kernel}, head_dim {head_dim}", 20, "measure_tiles", (False, kernel, head_dim))
+
+    dims = {"bfloat16": (128, 64, 40, 256), "float16": (128, 64), "float32": (64,)}
+    for dtype, head_dims in dims.items():
+        for head_dim in head_dims:
+            for name in every if dtype != "float32" else every[:2]:
+                what = f"values of {name}, {dtype}, head_dim {head_dim}"
+                yield Task("checks", what, 20, "check_values", (False, name, dtype, head_dim), alone=False)
+    for name in every:
+        yield Task("checks", f"strides, {name}", 10, "check_strides", (False, name), alone=False)
+        yield Task("checks", f"two streams, {name}", 10, "check_streams", (False, name), alone=False)
+    for name in every:
+        yield Task("checks", f"more than 2^31 elements, {name}", 15, "check_large", (False, name), limit=90)
+
+    yield from (speed(16384, *shape, True) for shape in ((128, 32, 8), (64, 32, 32), (256, 16, 8)))
+    yield Task("kernels", "kernels that move bytes", 6, "measure_elementwise", (False,))
+    for tokens in (8192, 32768):
+        yield from (hops(strategy, tokens, 128) for strategy in ("ring", "all-gather", "ulysses"))
+    yield from (carry(*sizes) for sizes in ((16384, 8192), (8192, 16384)))
+    for tokens in (32768, 8192, 4096, 65536, 2048):
+        yield from (speed(tokens, *shape, True) for shape in ((128, 16, 16), (64, 32, 32)))
+    for strategy in ("all-gather", "ulysses", "ring"):
+        for tokens in (16384, 65536, 131072, 8192, 32768):
+            yield from (hops(strategy, tokens, head_dim) for head_dim in (128, 64, 256))
+
+    # What takes long to start, and may disturb what runs after it.
+    for causal in (True, False):
+        yield Task("peers", f"FlexAttention, causal={causal}", 30, "measure_flex", (False, causal), limit=120)
+    for tool in ("memcheck", "racecheck"):
+        for command in tools:
+            yield Task(
+                "checks", f"compute-sanitizer {tool}", 60, "two_shapes", (), limit=150,
+                under=(command, "--tool", tool, "--error-exitcode", "9"),
+                environment=(("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),),
+            )  # fmt: skip
+
+
+def _smoke_tasks(backends: Sequence[str]) -> Iterator[Task]:
+    """Every function once, on tiny shapes."""
+    shape = ("float16", 32, 1, 2, 1)
+    calls: list[tuple[str, str, tuple[Any, ...]]] = [
+        *(("checks", "check_contact", (kernel, "triton", *shape)) for kernel in ("forward", "carry", "backward")),
+        *(("checks", "check_values", (name, "float16", 32)) for name in backends),
+        *(("checks", function, ("triton",)) for function in ("check_strides", "check_streams", "check_large")),
+        ("kernels", "measure_speed", (backends, 64, 64, 2, 1, True, True)),
+        ("kernels", "measure_carry", (64, 32)),
+        ("kernels", "measure_elementwise", ()),
+        *(("hops", "measure_hops", (backends, s, 64, 32)) for s in ("ring", "all-gather", "ulysses")),
+        *(("tiles", "measure_tiles", (kernel, 32)) for kernel in ("forward", "backward")),
     ]
-
-
-def environment() -> dict[str, Any]:
-    import triton
-
-    gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
-    return {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
-            "cudnn": torch.backends.cudnn.version() if gpu else None, "interpreted": INTERPRETED}  # fmt: skip
-
-
-def tasks(smoke: bool) -> list[Task]:
-    """All checks and measurements, the most important first. The first task's seconds include compilation."""
-
-    def task(name: str, seconds: float, function: Callable[..., None], *arguments: Any) -> Task:
-        return Task(name, seconds, lambda report: function(report, *arguments))
-
-    # Fewer head_dims for the rarer dtypes: compiling is most of the time here.
-    head_dims = {torch.bfloat16: [128, 64, 40, 256], torch.float16: [128, 64], torch.float32: [64]}
-    if smoke:
-        head_dims = {torch.float16: [32]}
-    values = [
-        task(f"checks, {dtype_name(dtype)}, head_dim {d}", 10, check_values, smoke, dtype, d)
-        for dtype, dims in head_dims.items()
-        for d in dims
-    ]
-    shapes = [(64, 2, 1)] if smoke else [(128, 16, 16), (128, 32, 8), (64, 32, 32)]
-    speed = []
-    for length in [64] if smoke else [16384, 32768, 8192, 4096, 65536, 2048]:
-        for head_dim, heads, kv_heads in shapes:
-            for mask in (CAUSAL, FULL):
-                if mask is FULL and length == 65536:
-                    continue
-                name = f"{length} tokens, head_dim {head_dim}, heads {heads}/{kv_heads}, causal={mask is CAUSAL}"
-                seconds = 4 + (length / 16384) ** 2 * (1 if mask is CAUSAL else 2)
-                speed.append(task(name, seconds, measure_speed, smoke, length, head_dim, heads, kv_heads, mask))
-    ranks = [
-        task(f"{strategy} at {length} tokens", 12 * (length / 65536) ** 2, measure_ranks, smoke, strategy, length)
-        for length in ([64] if smoke else [65536, 131072])
-        for strategy in ("ring", "all-gather", "ulysses")
-    ]
-    steps = [(64, 32), (32, 64)] if smoke else [(8192, 4096), (4096, 8192), (16384, 8192), (8192, 16384)]
-    carry = [task(f"carry, {q} queries, {k} keys", 3, measure_carry, smoke, q, k) for q, k in steps]
-    return [
-        values[0],
-        task("checks, strides", 8, check_strides, smoke),
-        task("checks, two streams", 5, check_streams, smoke),
-        *speed[:2],
-        *ranks[:1],
-        *carry[:2],
-        *([] if smoke else [task("compute-sanitizer", 60, check_memory_accesses)]),
-        task("checks, more than 2^31 elements", 15, check_large, smoke),
-        *values[1:],
-        *ranks[1:3],
-        *speed[2:8],
-        task("kernels that move bytes", 4, measure_elementwise, smoke),
-        *carry[2:],
-        *speed[8:],
-        *ranks[3:],
-    ]
+    for part, function, arguments in calls:
+        yield Task(part, " ".join(map(str, (function, *arguments))), 1, function, (True, *arguments), limit=120)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, nothing written: does it run?")
-    parser.add_argument("--seconds", type=float, default=450.0, help="leave out what would end later")
+    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be given several times")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the tasks whose names contain this text")
+    parser.add_argument("--seconds", type=float, default=440.0, help="what has not ended by then is left out")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and Markdown")
-    parser.add_argument("--two-shapes", action="store_true", help=argparse.SUPPRESS)  # for compute-sanitizer
     arguments = parser.parse_args(argv)
-    if DEVICE.type != "cuda" and not (arguments.smoke and INTERPRETED):
-        parser.error("no GPU here; without one only TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke runs")
-    if arguments.two_shapes:
-        return two_shapes()
-    report = Report(environment())
+    smoke, parts = arguments.smoke, arguments.part or PARTS
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    report = Report()
+    suffix = "".join(f"-{part}" for part in arguments.part or ())
+    worker = [sys.executable, str(Path(__file__).with_name("gpu_worker.py"))]
+    jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
+    environment = {"TRITON_INTERPRET": "1"} if smoke else {}
+    with Runner(
+        worker, report, None if smoke else arguments.out, suffix, arguments.seconds, jobs, environment
+    ) as runner:
 
-    def save(report: Report) -> None:
-        if not arguments.smoke:
-            report.write(arguments.out)
+        def stop(*_: object) -> None:  # the processes have sessions of their own, and would go on
+            runner.kill()
+            os._exit(1)
 
-    run_in_time(tasks(arguments.smoke), report, arguments.seconds, save)
-    failed = sum(not row["passed"] for row in report.checks)
-    print(f"checks: {len(report.checks) - failed} passed, {failed} failed", flush=True)
-    text = markdown(report)
-    if arguments.smoke:
-        print("smoke: every part ran; interpreted figures mean nothing and are not kept")
-        failed += len(report.skipped)
-        print(*report.skipped, sep="\n")
-    else:
-        print(text)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+        runner.run([Task("", "environment", 0, "describe", (smoke,))])
+        if not report.environment:
+            return 2  # the reason has been printed
+        every = tasks(smoke, report.environment["backends"], [tool] if tool else [])
+        runner.run([task for task in every if task.part in parts and arguments.only in task.name])
+    if not smoke:
+        print(markdown(report))
+    checks, failed = report.of("check"), report.failed()
+    print(f"checks: {sum(row['passed'] for row in checks)} passed; failed: {len(failed)}", flush=True)
+    print(
+        *(
+            f"{row['kind']} {row['task']}: {row['what']}: {str(row.get('error') or row['errors'])[:300]}"
+            for row in failed
+        ),
+        sep="\n",
+    )
+    if smoke:
+        print("smoke: interpreted figures mean nothing and are not kept")
     return 1 if failed else 0
 
 

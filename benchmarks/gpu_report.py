@@ -1,15 +1,81 @@
-"""The results of ``gpu.py``: the rows, the order in which they are measured in a limited time, and the tables."""
+"""The report of ``gpu.py``: the rows that a task writes as they end, and the tables. Imports no other package."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
+Row = dict[str, Any]
+T = TypeVar("T")
+GPU_LOST = 3  # exit status of a process whose GPU context is lost, for example after an illegal memory access
+
+
+@dataclass
+class Rows:
+    """The rows of one task, in its own process. Each is written to a file as it ends.
+
+    Attributes:
+        path: the file, one JSON object a line.
+        skip: what has already a row, or ended an earlier process of this task.
+        check_gpu: raises if the GPU's context is lost.
+    """
+
+    path: Path
+    skip: frozenset[str] = frozenset()
+    check_gpu: Callable[[], object] = lambda: None
+
+    def add(self, kind: str, what: str, **fields: Any) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps({"kind": kind, "what": what, **fields}) + "\n")
+
+    def attempt(self, what: str, run: Callable[[], T]) -> T | None:
+        """The result of ``run``. If it raises, a row with the causes is written, and the result is None.
+
+        If the process ends or hangs in ``run``, it is replaced by a process that leaves ``what`` out.
+        """
+        if what in self.skip:
+            return None
+        self.add("begin", what)
+        try:
+            return run()
+        except Exception as error:
+            self.add("failure", what, error=causes(error))
+            try:
+                self.check_gpu()
+            except Exception:
+                sys.exit(GPU_LOST)
+            return None
+
+    def first_call(self, what: str, run: Callable[[], object]) -> float | None:
+        """The seconds of the first call, with compilation; None if it fails."""
+
+        def timed() -> float:
+            began = time.perf_counter()
+            run()
+            self.check_gpu()
+            return time.perf_counter() - began
+
+        return self.attempt(what, timed)
+
+
+def causes(error: BaseException) -> str:
+    """The error and all its causes, the first cause first, each with its message and where it was raised."""
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:
+        chain.append(following)
+        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    parts = []
+    for cause in reversed(chain):
+        calls = [f"{Path(x.filename).name}:{x.lineno} {x.name}" for x in traceback.extract_tb(cause.__traceback__)[-4:]]
+        parts.append(f"{type(cause).__name__}: {str(cause)[:1500]} [{' < '.join(reversed(calls))}]")
+    return "\n".join(parts)
 
 
 @dataclass
@@ -18,84 +84,48 @@ class Report:
 
     Attributes:
         environment: GPU and versions.
-        checks: errors against float64, and the result of compute-sanitizer.
-        speed: TFLOP/s of the Triton kernels and of other implementations, and the host's microseconds.
-        ranks: the time of one rank's computation, and its share of the time of the full attention.
-        carry: cost of the carry.
-        elementwise: kernels that only move bytes.
-        skipped: the tasks that were left out, and why.
+        rows: the rows of all tasks. Their kinds: check, speed, hops, carry, tiles, elementwise, sanitizer; failure for
+            what raised or ended its process; skipped.
+        tasks: for each task, the seconds it took and how its processes ended.
     """
 
-    environment: dict[str, Any]
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    speed: list[dict[str, Any]] = field(default_factory=list)
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-    carry: list[dict[str, Any]] = field(default_factory=list)
-    elementwise: list[dict[str, Any]] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    environment: Row = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    tasks: list[Row] = field(default_factory=list)
 
-    def write(self, folder: Path) -> None:
+    def of(self, kind: str) -> list[Row]:
+        return [row for row in self.rows if row["kind"] == kind]
+
+    def failed(self) -> list[Row]:
+        """What raised, ended its process, or is wrong."""
+        return [x for x in self.rows if x["kind"] == "failure" or not x.get("passed", True)]
+
+    def write(self, folder: Path, suffix: str = "") -> None:
         """Write the JSON and the Markdown, replacing earlier ones."""
         folder.mkdir(parents=True, exist_ok=True)
-        stem = "gpu-" + str(self.environment["gpu"]).lower().replace(" ", "-")
-        for suffix, text in ((".json", json.dumps(vars(self), indent=1)), (".md", markdown(self))):
-            partial_file = folder / f"{stem}{suffix}.partial"
+        stem = "gpu-" + str(self.environment.get("gpu")).lower().replace(" ", "-") + suffix
+        for ending, text in ((".json", json.dumps(vars(self), indent=1)), (".md", markdown(self))):
+            partial_file = folder / f"{stem}{ending}.partial"
             partial_file.write_text(text)
-            partial_file.replace(folder / f"{stem}{suffix}")
+            partial_file.replace(folder / f"{stem}{ending}")
 
 
-@dataclass(frozen=True)
-class Task:
-    """Some rows of the report.
-
-    Attributes:
-        name: what is measured.
-        seconds: about how long the task takes on an H200.
-        run: adds the rows to a report.
-    """
-
-    name: str
-    seconds: float
-    run: Callable[[Report], None]
+def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    line = ["| " + " | ".join(cells) + " |" for cells in (heads, ["---"] * len(heads), *rows)]
+    return [*line, ""] if rows else []
 
 
-def run_in_time(
-    tasks: Sequence[Task],
-    report: Report,
-    seconds: float,
-    save: Callable[[Report], None],
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Run the tasks in order, and leave out the tasks that would not end in time.
-
-    Args:
-        tasks: the tasks, the most important one first.
-        report: receives the rows, and the names of the tasks that are left out or fail.
-        seconds: the time for all tasks.
-        save: called after every task.
-        clock: returns the time in seconds.
-    """
-    deadline = clock() + seconds
-    slower = 1.0  # how many times slower than an H200 this GPU has been so far, at most
-    for task in tasks:
-        began = clock()
-        remaining = deadline - began
-        if task.seconds * slower > remaining:
-            report.skipped.append(
-                f"{task.name}: takes {task.seconds * slower:.0f} s, and {max(remaining, 0):.0f} s were left"
-            )
-            continue
-        try:
-            task.run(report)
-        except Exception as error:  # the other tasks are measured nevertheless
-            report.skipped.append(f"{task.name}: {type(error).__name__}: {str(error)[:200]}")
-        if task.seconds >= 1:
-            slower = max(slower, (clock() - began) / task.seconds)
-        save(report)
+def _names(rows: list[Row], field: str) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row[field]))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _shape(row: Row) -> list[str]:
+    mask = "causal" if row["causal"] else "full"
+    return [str(row["tokens"]), str(row["batch"]), str(row["head_dim"]), f"{row['heads']}/{row['kv_heads']}", mask]
+
+
+def _figure(values: dict[str, float], name: str, digits: int) -> str:
+    return f"{values[name]:.{digits}f}" if name in values else ""
 
 
 def markdown(report: Report) -> str:
@@ -105,54 +135,58 @@ def markdown(report: Report) -> str:
     fastest implementation. The Triton kernels have at least 0.8 (forward) and 0.75 (backward) of cuDNN's speed, and are
     faster than FlexAttention. A rank of a ring has at least 0.95 of the ideal speed. A carry costs less than 3 %.
     """
-    env = report.environment
-    failed = [row for row in report.checks if not row["passed"]]
-    lines = [f"# {env['gpu']}", "", f"torch {env['torch']}, triton {env['triton']}, cuDNN {env['cudnn']}.", "",
-             f"Checks against float64: {len(report.checks) - len(failed)} passed, {len(failed)} failed.",
-             ""]  # fmt: skip
-    lines += [f"* FAILED: {row}" for row in failed]
-    names = list(dict.fromkeys(name for row in report.speed for name in row["forward"]))
-    rows = sorted(report.speed, key=lambda r: (r["head_dim"], r["heads"] != r["kv_heads"], r["tokens"]))
-    shape = "| tokens | batch | head_dim | heads | mask | "
-
-    def cells(row: dict[str, Any], values: dict[str, float]) -> str:
-        of_shape = (f"{row['tokens']} | {row['batch']} | {row['head_dim']} | {row['heads']}/{row['kv_heads']} | "
-                    f"{'causal' if row['causal'] else 'full'}")  # fmt: skip
-        return f"| {of_shape} | " + " | ".join(f"{values[n]:.0f}" if n in values else "" for n in names)
-
+    env, checks, failed = report.environment, report.of("check"), report.failed()
+    wrong = sum(not row["passed"] for row in checks)
+    lines = [f"# {env.get('gpu')}", "", f"torch {env.get('torch')}, triton {env.get('triton')}, cuDNN "
+             f"{env.get('cudnn')}, backends {', '.join(env.get('backends', []))}.", "",
+             f"Checks against float64: {len(checks) - wrong} passed, {wrong} failed.", ""]  # fmt: skip
+    for row in failed:
+        why = row.get("error") or ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
+        lines += [f"* FAILED: {row['task']}: {row['what']}: " + why.replace("\n", "\n  ")]
+    shape = ["tokens", "batch", "head_dim", "heads", "mask"]
+    speed = sorted(report.of("speed"), key=lambda r: (r["head_dim"], r["heads"] != r["kv_heads"], r["tokens"]))
     for direction in ("forward", "backward"):
-        lines += [f"## TFLOP/s {direction}, bfloat16", "", shape + " | ".join(names) + " | of cuDNN | auto of best |",
-                  "|" + " --- |" * (len(names) + 7)]  # fmt: skip
-        for row in rows:
+        names = _names(speed, direction)
+        cells = []
+        for row in speed:
             rates = row[direction]
-            share = f"{rates['seqpar'] / rates['cudnn']:.2f}" if "cudnn" in rates else ""
-            auto = f"{rates['attention()'] / max(rates.values()):.2f}" if "attention()" in rates else ""
-            lines.append(f"{cells(row, rates)} | {share} | {auto} |")
-        lines += ["", f"## Microseconds of the host, {direction}", "", shape + " | ".join(names) + " |",
-                  "|" + " --- |" * (len(names) + 5)]  # fmt: skip
-        lines += [f"{cells(row, row[f'{direction}_host_us'])} |" for row in rows]
-        lines += [f"* launched while the GPU waited, {row['tokens']} tokens: {', '.join(late)}"
-                  for row in rows if (late := row[f"{direction}_not_queued"])]  # fmt: skip
-        lines.append("")
-    lines += [
-        "## One rank's computation, its steps one after another on one GPU, no communication",
-        "",
-        "| strategy | tokens | ranks | direction | full / ranks, ms | rank | ms | host, us | share of ideal |",
-        "|" + " --- |" * 9,
-    ]
-    for row in report.ranks:
+            library = rates.get("SDPA cudnn")
+            of_cudnn = f"{rates['triton'] / library:.2f}" if library and "triton" in rates else ""
+            best = f"{rates['attention()'] / max(rates.values()):.2f}" if "attention()" in rates else ""
+            cells.append([*_shape(row), *(_figure(rates, n, 0) for n in names), of_cudnn, best])
+        lines += [f"## TFLOP/s {direction}, bfloat16, single calls", ""]
+        lines += _table([*shape, *names, "triton of cuDNN", "auto of best"], cells)
+        for title, which, digits in (("TFLOP/s {}, back to back for half a second", "sustained", 0),
+                                     ("Microseconds of the host, {}", "host_us", 0),
+                                     ("Seconds of the first call, {}", "first_s", 1)):  # fmt: skip
+            with_it = [row for row in speed if row[f"{direction}_{which}"]]
+            cells = [[*_shape(r), *(_figure(r[f"{direction}_{which}"], n, digits) for n in names)] for r in with_it]
+            lines += [f"## {title.format(direction)}", "", *_table([*shape, *names], cells)]
+        lines += [f"* launched while the GPU waited, {row['what']}: {', '.join(late)}"
+                  for row in speed if (late := row[f"{direction}_not_queued"])]  # fmt: skip
+    lines += ["## One rank's computation, its steps one after another on one GPU, no communication", "",
+              "The ideal is the fastest attention of all tokens divided by the ranks.", ""]  # fmt: skip
+    cells = []
+    for row in report.of("hops"):
         for direction in ("forward", "backward"):
             of = row[direction]
-            for rank, ms in of["rank_ms"].items():
-                host, ideal = of["rank_host_us"][rank], of["full_ms"] / row["ranks"]
-                lines.append(f"| {row['strategy']} | {row['tokens']} | {row['ranks']} | {direction} | {ideal:.2f} | "
-                             f"{rank} | {ms:.2f} | {host:.0f} | {of['share_of_ideal'][rank]:.3f} |")  # fmt: skip
-    lines += ["", "## Cost of the carry", "", "| queries | keys | out | in and out | in, last |", "|" + " --- |" * 5]
-    for row in report.carry:
-        cost = [f"{100 * row['cost'][n]:.1f} %" for n in ("out", "in and out", "in, last")]
-        lines.append(f"| {row['queries']} | {row['keys']} | {' | '.join(cost)} |")
-    lines += ["", "## Kernels that move bytes", "", "| kernel | ms | GB/s |", "| --- | --- | --- |"]
-    lines += [f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:.0f} |" for row in report.elementwise]
-    if report.skipped:
-        lines += ["", "## Left out", "", *(f"* {what}" for what in report.skipped)]
+            for name, ms in of["rank_ms"].items():
+                ran = ", ".join(f"{n} {calls}" for n, calls in row["ran"][name].items())
+                cells.append([row["strategy"], str(row["tokens"]), str(row["head_dim"]), direction, name, ran,
+                              f"{of['ideal_ms']:.2f}", f"{ms:.2f}", _figure(of["sustained_ms"], name, 2),
+                              f"{of['rank_host_us'][name]:.0f}", f"{of['ideal_ms'] / ms:.3f}"])  # fmt: skip
+    lines += _table(["strategy", "tokens", "head_dim", "direction", "backend", "ran (steps)", "ideal, ms", "ms",
+                     "back to back, ms", "host, us", "share of ideal"], cells)  # fmt: skip
+    ways = ["out", "in and out", "in, last"]
+    cells = [[str(r["queries"]), str(r["keys"]), *(f"{100 * r['cost'][w]:.1f} %" for w in ways)]
+             for r in report.of("carry")]  # fmt: skip
+    lines += ["## Cost of the carry", "", *_table(["queries", "keys", *ways], cells)]
+    cells = [[r["kernel"], str(r["head_dim"]), tile, f"{rate:.0f}", f"{r['first_s'][tile]:.1f}"]
+             for r in report.of("tiles") for tile, rate in r["rates"].items()]  # fmt: skip
+    lines += ["## Tiles of the Triton kernels, 16k tokens, causal", ""]
+    lines += _table(["kernel", "head_dim", "tile", "TFLOP/s", "first call, s"], cells)
+    cells = [[r["what"], f"{r['ms']:.3f}", f"{r['gb_per_s']:.0f}"] for r in report.of("elementwise")]
+    lines += ["## Kernels that move bytes", "", *_table(["kernel", "ms", "GB/s"], cells)]
+    if left_out := report.of("skipped"):
+        lines += ["## Left out", "", *(f"* {row['what']}: {row['why']}" for row in left_out)]
     return "\n".join(lines) + "\n"

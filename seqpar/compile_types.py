@@ -33,6 +33,9 @@ def register_reference_type(
 ) -> Callable[[Type], Type]:
     """Register a subclass of ``Opaque``.
 
+    A dataclass does not show its fields afterwards. ``fully_shard`` looks for tensors in the fields of its module's
+    arguments, and makes a new object from the fields, which a class whose fields are computed does not allow.
+
     Args:
         guards: the values that a compiled function depends on. It is compiled again for an object with other values.
         reads: attributes that are read when a function is compiled. ``guards`` must include them.
@@ -41,6 +44,8 @@ def register_reference_type(
     def register(cls: Type) -> Type:
         members = dict.fromkeys(reads, MemberType.USE_REAL)
         _register(cls, typ=_BY_REFERENCE, guard_fn=guards, members=members)
+        if "__dataclass_fields__" in vars(cls):
+            del cls.__dataclass_fields__
         return cls
 
     return register

@@ -24,8 +24,8 @@ from .schedule.plan import plan_ahead
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
 from .strategies import StrategyName, operators
-from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
-from .strategies.operators import draw_seed, join_backward
+from .strategies.autograd import any_needs_gradient, gradient_state, join_backward, to_autocast_dtype
+from .strategies.seed import draw_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

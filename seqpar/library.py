@@ -17,6 +17,8 @@ _library = torch.library.Library("seqpar", "FRAGMENT")
 def operator(
     fake: Callable[..., Any],
     autograd: Callable[..., Any] | None = None,
+    *,
+    computes: bool = False,
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a function, which becomes the operator ``seqpar::<its name>``; its annotations are the schema.
 
@@ -26,6 +28,7 @@ def operator(
         fake: takes the same arguments while a function is traced, and returns tensors without values.
         autograd: takes the same arguments if one of them requires a gradient, and applies an autograd.Function whose
             forward calls the operator again. Gradients are off there, so that this call computes.
+        computes: whether ``autograd`` is called without gradients too, because it can compute by itself.
     """
 
     def define(function: Callable[..., Any]) -> Any:
@@ -43,7 +46,8 @@ def operator(
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args)
 
-        _library.impl(name, with_autograd if autograd else torch.library.fallthrough_kernel, "Autograd")
+        kernel = autograd if computes else with_autograd
+        _library.impl(name, kernel if autograd else torch.library.fallthrough_kernel, "Autograd")
         overload.function, overload.autograd = function, autograd  # for tests that look inside
         return overload
 

@@ -22,172 +22,34 @@ int64.
 from __future__ import annotations
 
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, reduce
-from itertools import pairwise
 from operator import and_
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .checks import check_bool, check_int
 from .compile_types import Opaque, register_reference_type
+from .mask_rules import (
+    CausalBlocks,
+    Chunked,
+    Documents,
+    Padding,
+    PrefixLM,
+    Rule,
+    SlidingWindow,
+    batch_rows,
+    causal_blocks,
+    document_boundaries,
+    ints,
+    short,
+)
 from .runs import EVERYTHING, UNBOUNDED, Interval, Runs
 
 _CACHED_LENGTHS = 8
-
-
-class _Rule(ABC):
-    """One constraint of a mask. Rules are hashable values, so that schedules can be cached by mask."""
-
-    @property
-    def batch(self) -> int:
-        """The number of batch rows with intervals of their own; 1 if all rows share them."""
-        return 1
-
-    @property
-    def starts(self) -> tuple[tuple[int, ...], ...]:
-        """For each batch row, the positions at which a sequence begins according to the rule (see ``Mask.starts``)."""
-        return ((0,),)
-
-    def check_length(self, seq_len: int) -> None:  # noqa: B027 (most rules fit every length)
-        """Raise a ValueError if the rule does not fit a sequence of ``seq_len`` tokens."""
-
-    @abstractmethod
-    def runs(self, row: int, seq_len: int) -> Runs:
-        """The intervals of batch row ``row``, at least for the queries below ``seq_len``."""
-
-
-@dataclass(frozen=True)
-class _SlidingWindow(_Rule):
-    left: int
-    right: int
-
-    def runs(self, row: int, seq_len: int) -> Runs:
-        hi, hi_step = (UNBOUNDED, 0) if self.right < 0 else (self.right + 1, 1)
-        if self.left < 0:
-            return Runs.of([0], 0, 0, hi, hi_step)
-        return Runs.of([0, self.left], 0, [0, 1], [hi, hi + self.left * hi_step], hi_step)
-
-
-@dataclass(frozen=True)
-class _Documents(_Rule):
-    boundaries: tuple[tuple[int, ...], ...]  # by batch row
-    causal: bool
-    padding: bool  # whether tokens may follow the last boundary
-
-    @property
-    def batch(self) -> int:
-        return len(self.boundaries)
-
-    def check_length(self, seq_len: int) -> None:
-        for row, boundaries in enumerate(self.boundaries):
-            last = boundaries[-1]
-            if last == seq_len or (last < seq_len and self.padding):
-                continue
-            where = f" of batch row {row}" if self.batch > 1 else ""
-            fix = ", or padding=True if the tokens after it are padding" if last < seq_len else ""
-            raise ValueError(
-                f"cu_seqlens: the last boundary{where} is {last}, but the sequence has {seq_len} tokens; pass the "
-                f"boundaries of the whole sequence, in global positions{fix}"
-            )
-
-    @property
-    def starts(self) -> tuple[tuple[int, ...], ...]:
-        return self.boundaries
-
-    def runs(self, row: int, seq_len: int) -> Runs:
-        start = np.asarray(self.boundaries[row], dtype=np.int64)
-        stop = np.append(start[1:], start[-1])  # the padding after the last boundary sees nothing
-        if not self.causal:
-            return Runs.of(start, start, 0, stop, 0)
-        tokens = stop > start
-        return Runs.of(start, start, 0, start + tokens, tokens)
-
-
-@dataclass(frozen=True)
-class _CausalBlocks(_Rule):
-    blocks: tuple[tuple[tuple[int, int], ...], ...]  # by batch row: (first token, one past the last), increasing
-    window: int | None = None
-
-    @property
-    def batch(self) -> int:
-        return len(self.blocks)
-
-    def runs(self, row: int, seq_len: int) -> Runs:
-        # One run inside each block, and one run from its end to the next block.
-        spans = np.asarray(self.blocks[row], dtype=np.int64).reshape(-1, 2)  # [blocks, 2]
-        start = np.append(0, spans)
-        step = np.append(1, np.tile([0, 1], len(spans)))
-        hi = np.append(1, np.stack([spans[:, 1], spans[:, 1] + 1], 1))
-        if self.window is None:
-            return Runs.of(start, 0, 0, hi, step)
-        # A run ends wherever the first key of the window becomes position 0, or the first token of its block.
-        left = self.window - 1
-        starts = np.unique(np.concatenate([start, [left], np.minimum(spans[:, 0] + left, spans[:, 1])]))
-        run = np.searchsorted(start, starts, side="right") - 1
-        block = np.append(UNBOUNDED, np.repeat(spans[:, 0], 2))[run]  # the first token of the block
-        block[step[run] == 1] = UNBOUNDED  # outside blocks
-        lo = np.minimum(np.maximum(starts - left, 0), block)
-        hi = hi[run] + step[run] * (starts - start[run])
-        return Runs.of(starts, lo, (starts >= left) & (lo < block), hi, step[run])
-
-
-@dataclass(frozen=True)
-class _PrefixLM(_Rule):
-    prefix_len: tuple[int, ...]  # by batch row
-
-    @property
-    def batch(self) -> int:
-        return len(self.prefix_len)
-
-    def runs(self, row: int, seq_len: int) -> Runs:
-        prefix = max(1, self.prefix_len[row])
-        return Runs.of([0, prefix - 1], 0, 0, prefix, [0, 1])
-
-
-@dataclass(frozen=True)
-class _Chunked(_Rule):
-    size: int
-    causal: bool
-    origins: tuple[tuple[int, ...], ...]  # by batch row: increasing, the first one 0
-
-    @property
-    def batch(self) -> int:
-        return len(self.origins)
-
-    def runs(self, row: int, seq_len: int) -> Runs:
-        origins = [origin for origin in self.origins[row] if origin < seq_len] or [0]
-        following = [*origins[1:], next((o for o in self.origins[row] if o >= seq_len), UNBOUNDED)]
-        chunks = [np.arange(o, max(o + 1, min(f, seq_len)), self.size) for o, f in zip(origins, following, strict=True)]
-        start = np.concatenate(chunks)
-        if self.causal:
-            return Runs.of(start, start, 0, start + 1, 1)
-        end = np.repeat(following, [len(chunk) for chunk in chunks])
-        return Runs.of(start, start, 0, np.minimum(start + self.size, end), 0)
-
-
-@dataclass(frozen=True)
-class _Padding(_Rule):
-    begin: tuple[int, ...]  # by batch row: the first token
-    end: tuple[int, ...]  # by batch row: one past the last token
-
-    @property
-    def batch(self) -> int:
-        return len(self.begin)
-
-    @property
-    def starts(self) -> tuple[tuple[int, ...], ...]:
-        return tuple((start,) for start in self.begin)
-
-    def runs(self, row: int, seq_len: int) -> Runs:
-        start, stop = self.begin[row], self.end[row]
-        # Padding sees nothing: lo == hi == start before the tokens, lo == hi == stop after them. Neither decreases.
-        return Runs.of([0, start, stop], [start, start, stop], 0, [start, stop, stop], 0)
 
 
 # A compiled function depends on the kinds of rules, not on the boundaries of documents.
@@ -203,7 +65,7 @@ class Mask(Opaque):
         >>> Mask.causal() & Mask.sliding_window(1023)  # the last 1,024 tokens, the query's own included
     """
 
-    rules: tuple[_Rule, ...] = ()
+    rules: tuple[Rule, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
     _runs: dict[int, tuple[Runs, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
     # Plans and layer masks that have been computed from this mask. They are freed and pickled together with it.
@@ -242,8 +104,8 @@ class Mask(Opaque):
         if window is not None:
             check_int("causal window", window, 1)
         if blocks is None:
-            return Mask((_SlidingWindow(-1 if window is None else window - 1, 0),))
-        return Mask((_CausalBlocks(_checked_blocks(blocks), window),))
+            return Mask((SlidingWindow(-1 if window is None else window - 1, 0),))
+        return Mask((CausalBlocks(causal_blocks(blocks), window),))
 
     @staticmethod
     def sliding_window(left: int, right: int = 0) -> Mask:
@@ -261,7 +123,7 @@ class Mask(Opaque):
             check_int(f"sliding_window {name}", side)
             if side < -1:
                 raise ValueError(f"sliding_window {name}={side}: use a width >= 0, or -1 for unlimited")
-        return Mask((_SlidingWindow(left, right),)) if (left, right) != (-1, -1) else Mask()
+        return Mask((SlidingWindow(left, right),)) if (left, right) != (-1, -1) else Mask()
 
     @staticmethod
     def documents(cu_seqlens: Any, causal: bool = True, padding: bool = False) -> Mask:
@@ -281,7 +143,7 @@ class Mask(Opaque):
         """
         check_bool("documents causal", causal)
         check_bool("documents padding", padding)
-        return Mask((_Documents(document_boundaries(cu_seqlens), causal, padding),))
+        return Mask((Documents(document_boundaries(cu_seqlens), causal, padding),))
 
     @staticmethod
     def prefix_lm(prefix_len: int | Sequence[int] | Tensor) -> Mask:
@@ -294,10 +156,10 @@ class Mask(Opaque):
             TypeError: a length is not an int.
             ValueError: a length is negative.
         """
-        lengths = _ints("prefix_len", prefix_len)
+        lengths = ints("prefix_len", prefix_len)
         if not lengths or min(lengths) < 0:
-            raise ValueError(f"prefix_len={_short(lengths)}: give lengths >= 0, one int or one for each batch row")
-        return Mask((_PrefixLM(lengths),))
+            raise ValueError(f"prefix_len={short(lengths)}: give lengths >= 0, one int or one for each batch row")
+        return Mask((PrefixLM(lengths),))
 
     @staticmethod
     def chunked(size: int, causal: bool = True, starts: Any = None) -> Mask:
@@ -320,11 +182,11 @@ class Mask(Opaque):
         check_bool("chunked causal", causal)
         if size < 1:
             raise ValueError(f"chunked size={size}: a chunk holds at least 1 token")
-        rows = _batch_rows("chunked starts", () if starts is None else starts)
+        rows = batch_rows("chunked starts", () if starts is None else starts)
         for row in rows:
             if row and min(row) < 0:
-                raise ValueError(f"chunked starts={_short(row)}: give positions >= 0")
-        return Mask((_Chunked(size, causal, tuple(tuple(sorted({0, *row})) for row in rows)),))
+                raise ValueError(f"chunked starts={short(row)}: give positions >= 0")
+        return Mask((Chunked(size, causal, tuple(tuple(sorted({0, *row})) for row in rows)),))
 
     @staticmethod
     def padding(starts: int | Sequence[int] | Tensor, stops: int | Sequence[int] | Tensor | None = None) -> Mask:
@@ -338,8 +200,8 @@ class Mask(Opaque):
             TypeError: a position is not an int.
             ValueError: a start is negative, a stop lies before its start, or the numbers of batch rows differ.
         """
-        begin = _ints("padding starts", starts)
-        end = (UNBOUNDED,) if stops is None else _ints("padding stops", stops)
+        begin = ints("padding starts", starts)
+        end = (UNBOUNDED,) if stops is None else ints("padding stops", stops)
         rows = max(len(begin), len(end))
         if {len(begin), len(end)} - {1, rows} or not begin or not end:
             raise ValueError(
@@ -349,7 +211,7 @@ class Mask(Opaque):
         for start, stop in zip(begin, end, strict=True):
             if start < 0 or stop < start:
                 raise ValueError(f"padding: start {start}, stop {stop}; expected 0 <= start <= stop")
-        return Mask((_Padding(begin, end),))
+        return Mask((Padding(begin, end),))
 
     def __and__(self, other: Mask) -> Mask:
         """A query sees the keys that it sees under both masks."""
@@ -383,16 +245,16 @@ class Mask(Opaque):
     def has_window(self) -> bool:
         """Whether a window or chunks hide distant keys from queries."""
         return any(
-            isinstance(rule, _Chunked)
-            or (isinstance(rule, _SlidingWindow) and rule.left >= 0)
-            or (isinstance(rule, _CausalBlocks) and rule.window is not None)
+            isinstance(rule, Chunked)
+            or (isinstance(rule, SlidingWindow) and rule.left >= 0)
+            or (isinstance(rule, CausalBlocks) and rule.window is not None)
             for rule in self.rules
         )
 
     @property
     def is_local(self) -> bool:
         """Whether most queries see only keys nearby, because of a window, chunks or packed documents."""
-        return self.has_window or any(isinstance(rule, _Documents) for rule in self.rules)
+        return self.has_window or any(isinstance(rule, Documents) for rule in self.rules)
 
     def check_length(self, seq_len: int) -> None:
         """Check that the mask fits a sequence of ``seq_len`` tokens. Attention calls it.
@@ -447,86 +309,6 @@ class Mask(Opaque):
         keys = torch.arange(seq_len, device="cpu")
         lo, hi = self.intervals(keys)
         return (keys >= lo[..., None]) & (keys < hi[..., None])
-
-
-def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:
-    """Checked boundaries of packed documents, one tuple for each batch row (or one for all rows).
-
-    Args:
-        cu_seqlens: as in ``Mask.documents``.
-
-    Raises:
-        TypeError: the boundaries are not integers.
-        ValueError: the boundaries decrease or do not start at 0.
-    """
-    rows = _batch_rows("cu_seqlens", cu_seqlens)
-    for row in rows:
-        if not row or row[0] != 0:
-            raise ValueError(f"cu_seqlens={_short(row)}: the first boundary must be 0; put a 0 in front")
-        for before, after in pairwise(row):
-            if after < before:
-                raise ValueError(
-                    f"cu_seqlens={_short(row)}: {after} follows {before}, but boundaries must not decrease; "
-                    "pass cumulative lengths (torch.cumsum of the documents' lengths, after a 0)"
-                )
-    return rows
-
-
-def _checked_blocks(blocks: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """The blocks of each batch row, checked; of one row if they are given once for all rows."""
-    if not isinstance(blocks, Sequence) or not all(isinstance(item, Sequence) for item in blocks):
-        raise TypeError(
-            f"causal blocks={blocks!r}: expected pairs (first token, one past the last), or a list of those"
-        )
-    nested = any(len(item) == 0 or not isinstance(item[0], int) for item in blocks)
-    checked = []
-    for row in blocks if nested else [blocks]:
-        pairs = [_ints("causal blocks", pair) for pair in row]
-        ends = [position for pair in pairs for position in pair]
-        if (
-            any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs)
-            or ends != sorted(ends)
-            or min(ends, default=0) < 0
-        ):
-            raise ValueError(
-                f"causal blocks={_short(pairs)}: expected pairs (first token, one past the last), increasing and "
-                "without overlap"
-            )
-        checked.append(tuple((first, stop) for first, stop in pairs))
-    return tuple(checked)
-
-
-def _ints(name: str, value: Any) -> tuple[int, ...]:
-    """``value`` as a flat tuple of ints."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
-            raise TypeError(
-                f"{name}: expected a one-dimensional integer tensor, got {value.dtype} of {value.dim()} dimensions"
-            )
-        value = value.tolist()
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        value = (value,)
-    items: list[Any] = [item.item() if isinstance(item, Tensor) and item.dim() == 0 else item for item in value]
-    for item in items:
-        check_int(name, item)
-    return tuple(items)
-
-
-def _batch_rows(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
-    """``value`` as one tuple of ints for each batch row."""
-    if isinstance(value, Tensor) and value.dim() == 2:
-        value = list(value)
-    nested = isinstance(value, Sequence) and any(
-        isinstance(row, Sequence) or (isinstance(row, Tensor) and row.dim() == 1) for row in value
-    )
-    if not nested and not isinstance(value, Sequence | Tensor):
-        raise TypeError(f"{name}={value!r}: expected a sequence of ints or an integer tensor")
-    return tuple(_ints(name, row) for row in value) if nested else (_ints(name, value),)
-
-
-def _short(values: Sequence[Any]) -> str:
-    shown = [str(v) for v in values[:8]] + (["..."] if len(values) > 8 else [])
-    return f"[{', '.join(shown)}]"
 
 
 LayerMask = tuple[bool, int | None, int | None]  # causal, window and chunk of ``layer_mask``

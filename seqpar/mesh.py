@@ -283,6 +283,12 @@ def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
             f"mesh: its dimensions are {mesh.mesh_dim_names}; expected one named 'ring' or 'ulysses', or a mesh of one "
             "dimension; make it with seqpar.init_mesh"
         )
+    large = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if name in names and mesh.size(i) > 1]
+    if large == ["ulysses", "ring"]:
+        raise ValueError(
+            f"mesh: its dimensions are {mesh.mesh_dim_names}; expected 'ring' before 'ulysses', so that the ranks of "
+            "an all-to-all are consecutive; make it with seqpar.init_mesh"
+        )
     return names
 
 

@@ -100,7 +100,6 @@ class Sharding(Opaque):
         for name, value in (("sequence_group", group), ("_key", key), ("_hash", hash(key))):
             object.__setattr__(self, name, value)
 
-    # The caches are not fields, because ``fully_shard`` looks for tensors in all fields of its module's arguments.
     @cached_property
     def _placements(self) -> dict[Any, Placement]:
         return {}

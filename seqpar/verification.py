@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from .checks import check_number
+from .comm.trace import trace
 from .layers import AttentionLayer
 from .mesh import check_mesh_and_group, size_of
 from .sharding import OtherRowsError, Sharding
@@ -203,7 +204,7 @@ def _compare(
             )
         asked: list[Any] = []
         try:
-            with _watching(asked):
+            with _watching(asked), trace() as done:
                 loss, actual = _run(step, model)
         except OtherRowsError as error:
             causes = causes or [f"the ranks hold different rows: {error}"]
@@ -219,7 +220,7 @@ def _compare(
     found = tuple(sorted((x for x in differences if x.error > tolerance), key=lambda x: -x.error))
     if not causes and (found or not _same_loss(loss, expected_loss, tolerance)):
         summed = all(_error(*row[[3, 1, 4]].tolist()) <= tolerance for row in stats[0]) and len(names) > 0
-        causes = _causes(differences, found, summed, bool(asked), ranks, tolerance)
+        causes = _causes(differences, found, summed, bool(asked), bool(done.backends), ranks, tolerance)
     return StepReport(loss, expected_loss, found, len(names), ranks, tolerance, tuple(causes))
 
 
@@ -228,11 +229,12 @@ def _causes(
     found: Sequence[GradientDifference],
     summed: bool,
     asked: bool,
+    attended: bool,
     ranks: int,
     tolerance: float,
 ) -> list[str]:
     """What the differences have in common. ``summed``: whether the sum over all ranks is one device's gradient;
-    ``asked``: whether the step asked for positions."""
+    ``asked``: whether the step asked for positions; ``attended``: whether it computed attention of this package."""
     if found and all(x.parallel for x in differences):
         factors = {_factor(x.ratio, ranks, tolerance) for x in found}
         names = "every gradient" if len(found) == len(differences) else "some gradients"
@@ -254,10 +256,21 @@ def _causes(
                 "share of the loss; take the loss from seqpar.token_loss with gradients='auto' or 'mean', inside the "
                 "wrapper, or multiply it by the number of ranks"
             ]
+        ratio = median(x.ratio for x in found)
+        if len(found) == len(differences) and all(abs(x.ratio / ratio - 1) <= 2 * tolerance for x in found):
+            return [
+                f"every gradient is {ratio:.4g} times one device's: the loss divides by another number. Give "
+                "token_loss the ignore_index of the reference, and divide by as many parts of the batch as it does"
+            ]
     if summed and found:
         return [
             "every rank has a part of the gradient, and their sum is one device's: call seqpar.sync_gradients(model) "
             "after backward, or wrap the model in DDP or FSDP over the ranks of the sequence"
+        ]
+    if ranks > 1 and not attended:
+        return [
+            "the step computed no attention of seqpar, so each rank attends to its own tokens only: run the model "
+            "inside seqpar.replace_sdpa(sharding), or call seqpar.sdpa or seqpar.attention"
         ]
     times = median(x.ratio for x in differences) if differences else 1.0
     if _factor(times, ranks, 0.1) > 1:
@@ -271,8 +284,11 @@ def _causes(
         if not asked
         else "positions, where the model takes them from elsewhere than sharding.positions()"
     )
-    others = "labels that were shifted after they were sharded; another mask; tokens mixed by something that is not"
-    return [f"the loss or the gradients are another function's. Look at {positions}; {others} attention"]
+    others = (
+        "labels that were shifted after they were sharded; a mean over this rank's labels in place of token_loss; "
+        "another mask; tokens mixed by something that is not attention"
+    )
+    return [f"the loss or the gradients are another function's. Look at {positions}; {others}"]
 
 
 def _factor(ratio: float, ranks: int, tolerance: float) -> float:

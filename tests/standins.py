@@ -124,7 +124,7 @@ class Kernels:
             "flash_attn": d == e <= 256,
             "flash_attn_3": d == e <= 256 or (128 < d <= 192 and 96 < e <= 128),
             "flash_attn_4": max(d, e) <= most or (d, e) in ((192, 128), (256, 256)),
-            "cudnn": max(d, e) <= 128 or (d, e) == (192, 128),
+            "cudnn": max(d, e) <= (256 if self.capability == (9, 0) else 128) or (d, e) == (192, 128),
         }
         assert known[library], f"{library}: head_dim {d} of q and k, {e} of v"
 
@@ -265,16 +265,22 @@ SIGNATURES: dict[str, dict[str, str]] = {
             deterministic=False, sm_margin=0""",
     },
     "flash_attn.cute.interface": {
-        "_flash_attn_fwd": """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
-            max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None,
-            causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
-            tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1, pack_gqa=None,
-            _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, return_lse=False, out=None, lse=None,
-            aux_tensors=None, aux_scalars=None""",
+        "_flash_attn_fwd": """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
+            seqused_k=None, max_seqlen_q=None,
+            max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False,
+            softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
+            tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1,
+            pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None,
+            return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, q_descale=None,
+            k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None,
+            seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False""",
         "_flash_attn_bwd": """q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-            window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256,
-            pack_gqa=False, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-            max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None,
+            window_size_left=None,
+            window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
+            num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False,
+            AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None,
+            cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
+            deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None,
             mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
             learnable_sink=None""",
     },
@@ -404,7 +410,7 @@ def from_blocks(q: Tensor, k: Tensor, mask_mod: Any, aux: list[Tensor], sparse: 
     for count, index, masked in kinds:
         outer, inner = (columns, rows) if backward else (rows, columns)
         assert count.dtype == index.dtype == torch.int32
-        assert count.shape[1:] == (1, outer) and index.shape[1:] == (1, outer, inner)
+        assert count.shape[1:] == (1, outer) and index.shape[1:-1] == (1, outer) and 1 <= index.shape[-1] <= inner
         assert len(count) == len(index) and len(count) in (1, batch)
         for b in range(batch):
             for i in range(outer):
@@ -433,7 +439,8 @@ def _operator(operator: Any, body: Callable[[Arguments], Any]) -> Callable[..., 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         positional = [x.name for x in parameters if not x.kwarg_only][: len(args)]
-        o = {x.name: x.default_value for x in parameters} | dict(zip(positional, args, strict=True)) | kwargs
+        defaults = {x.name: x.default_value for x in parameters if x.has_default_value()}
+        o = defaults | dict(zip(positional, args, strict=True)) | kwargs
         assert o.keys() == {x.name for x in parameters}, o.keys()
         return body(o)
 
@@ -462,6 +469,11 @@ def _torch_flash(kernels: Kernels) -> tuple[Any, Any]:
 
 
 def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
+    graphs: dict[Any, Any] = {}  # of the backward, as in PyTorch: by the layouts of q, k and v
+
+    def strides(x: Tensor) -> list[int]:
+        return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
     def run(o: Arguments) -> tuple[Any, ...]:
         backward = "grad_out" in o
         kernels.calls["backward" if backward else "forward"] += 1
@@ -476,6 +488,9 @@ def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
             assert o["cum_seq_q"] is None and o["cum_seq_k"] is None
             assert (o["max_q"], o["max_k"]) == (q_len, k.shape[2])
             assert o["logsumexp"].shape == (batch, heads, q_len, 1)[:lse_dims]
+            layouts = *((x.shape, tuple(strides(x))) for x in (q, k, v)), causal, o["scale"]
+            compiled = graphs.setdefault(layouts, [strides(x) for x in (o["out"], o["grad_out"])])
+            assert compiled == [strides(x) for x in (o["out"], o["grad_out"])], "the graph of another call would run"
             tensors.append(o["logsumexp"].reshape(batch, heads, q_len))
         band = (-1, 0) if causal else (-1, -1)
         found = kernels.run(

@@ -43,6 +43,9 @@ SHARED_LIMIT = {
 # Warps that one processor runs at a time (same tables). Its blocks share a little more shared memory than one can have.
 _WARPS = {"sm_80": 64, "sm_86": 48, "sm_90": 64, "sm_100": 64, "sm_120": 48, "gfx942": 32, "gfx950": 32}
 _TENSOR_COLUMNS = 512
+_PRODUCT = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA)\b")
+# In disassembled code: waits for products or copies, barriers of the block, spilled registers.
+_COSTS = (r"\b(WARPGROUP\.DEPBAR|LDGDEPBAR|DEPBAR|SYNCS\S*TRYWAIT\S*)", r"\bBAR\.", r"\b(LDL|STL)\b")
 _MATRIX = {"cuda": r"\b(mma|wgmma|tcgen05)\.(sync|mma)\S*", "hip": r"\bv_mfma_\w+"}
 
 
@@ -60,6 +63,8 @@ class Resources:
         synchronous: products among them that warps wait for at once though the hardware has asynchronous ones (wgmma).
         reloaded: tiles that go from shared memory through registers into such a product, which could read them there.
         tensor_columns: columns of tensor memory (sm_100), of 512.
+        loops: for each innermost loop with products, in the order of the code, how often one iteration waits for
+            products or copies, waits for all warps of the block at a barrier, and reads or writes spilled registers.
     """
 
     registers: int
@@ -71,6 +76,7 @@ class Resources:
     synchronous: int = 0
     reloaded: int = 0
     tensor_columns: int = 0
+    loops: tuple[tuple[int, ...], ...] = ()
 
     def fits(self, target: str) -> bool:
         """Whether a block's shared memory and tensor memory fit the GPU."""
@@ -167,6 +173,33 @@ def resources(compiled: Any, target: str) -> Resources:
     )
 
 
+def tma_errors(launch: Launch, compiled: list[dict[str, Any]] | None) -> list[str]:
+    """What CUDA's ``cuTensorMapEncodeTiled`` rejects in the descriptors of a launch, as its documentation lists it.
+
+    Args:
+        launch: the kernel and its arguments.
+        compiled: for each descriptor what Triton's compiler chose, ``metadata.tensordesc_meta`` of the compiled kernel.
+    """
+    named = [(name, x) for name, x in launch.arguments.items() if isinstance(x, TensorDescriptor)]
+    order = {parameter.name: i for i, parameter in enumerate(launch.kernel.params)}
+    named.sort(key=lambda pair: order[pair[0]])
+    errors = []
+    for (name, x), chosen in zip(named, compiled or [], strict=True):
+        size, box, swizzle = chosen["elem_size"], chosen["block_size"], chosen["swizzle"]
+        inner, widest = box[-1] * size, 16 << swizzle  # bytes; 1 to 3 are swizzles of 32, 64 and 128 bytes
+        rules = {
+            f"{len(box)} dimensions": 1 <= len(box) == len(x.shape) <= 5,
+            f"sizes {x.shape}": all(1 <= n <= 2**32 for n in x.shape),
+            f"strides {x.strides}": all(0 <= n * size < 2**40 and n * size % 16 == 0 for n in x.strides[:-1]),
+            f"a last stride of {x.strides[-1]}": x.strides[-1] == 1,
+            f"a box of {box}": all(1 <= n <= 256 for n in box),
+            f"a row of {inner} bytes": inner % 16 == 0 and (not swizzle or inner <= widest),
+            "an address that is no multiple of 16": x.base.data_ptr() % 16 == 0,
+        }
+        errors += [f"the descriptor of {name} has {what}" for what, allowed in rules.items() if not allowed]
+    return errors
+
+
 def _occupancy(measured: Resources, warps: int, target: str) -> int:
     """Blocks on one processor: the registers of a thread come in steps of 8, and CUDA takes 1 KB of each block."""
     registers = -(-max(measured.registers, 1) // 8) * 8
@@ -183,9 +216,10 @@ def _cuda_resources(compiled: Any) -> Resources:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
-        usage = subprocess.run(
-            [_cuobjdump(), "--dump-resource-usage", str(cubin)], check=True, capture_output=True, text=True
-        ).stdout
+        usage, code = (
+            subprocess.run([_cuobjdump(), option, str(cubin)], check=True, capture_output=True, text=True).stdout
+            for option in ("--dump-resource-usage", "--dump-sass")
+        )
     sizes = {name: int(size) for name, size in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     return Resources(
         registers=sizes["REG"],
@@ -193,6 +227,28 @@ def _cuda_resources(compiled: Any) -> Resources:
         spilled_bytes=sizes["STACK"] + sizes["LOCAL"],
         shared_bytes=compiled.metadata.shared,
         matrix=_family(compiled.asm["ptx"], _MATRIX["cuda"]),
+        loops=_loops(code),
+    )
+
+
+def _loops(code: str) -> tuple[tuple[int, ...], ...]:
+    """``Resources.loops`` of disassembled code.
+
+    A loop is what a branch jumps back over. What follows the end of the kernel waits for a copy that has not arrived,
+    and jumps back into the middle of a loop.
+    """
+    found = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", code)]
+    end = max(at for at, text in found if text.strip() == "EXIT")
+    products = [at for at, text in found if _PRODUCT.search(text)]
+    back = [(int(to[1], 16), at) for at, text in found if (to := re.search(r"\bBRA\b.* (0x[0-9a-f]+)", text))]
+    loops: list[tuple[int, int]] = []
+    for first, last in sorted(back, key=lambda loop: loop[1] - loop[0]):
+        inside = first < last < end and any(first <= at <= last for at in products)
+        if inside and all(last < x or y < first for x, y in loops):
+            loops.append((first, last))
+    return tuple(
+        tuple(sum(bool(re.search(what, text)) for at, text in found if first <= at <= last) for what in _COSTS)
+        for first, last in sorted(loops)
     )
 
 

@@ -2,9 +2,11 @@
 
 Prints registers, spills, shared memory, matrix instructions, products of tiles, tiles that go through registers into a
 product, and how many blocks fit a processor. Exits with 1 if a kernel spills more than ``SPILLS`` allows, exceeds the
-memory of its GPU, does not use its newest matrix instructions, or on sm_90 waits for a product at once. ``--json``
-prints one object per kernel instead of the table. ``--what all`` on all targets takes about ten minutes on one core.
-PyTorch and Triton must be installed; seqpar need not be.
+memory of its GPU, does not use its newest matrix instructions, has a descriptor that CUDA rejects, or on sm_90 waits
+for a product at once. It also counts what an iteration of each inner loop waits for, and exits with 1 if that is not
+what ``loops.txt`` says. ``--record`` writes this file. ``--json`` prints one object per kernel instead of the table.
+``--what all`` on all targets takes about ten minutes on one core. PyTorch and Triton must be installed; seqpar need
+not be.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tools.compiled import TARGETS, Resources, compile_for, resources
+from tools.compiled import TARGETS, Resources, compile_for, resources, tma_errors
 from triton_kernels.backward import Operands, dq_launch, keys_launch
 from triton_kernels.configs import Config, entry, for_split, table, table_config
 from triton_kernels.forward import forward_launch
@@ -32,6 +35,9 @@ from triton_kernels.merge import merge_launch
 from triton_kernels.preprocess import delta_launch, statistics_launch
 from triton_kernels.rotary import rotary_launch
 
+# ``Resources.loops`` of the table's entries, by Triton version, target, kernel, head_dims and dtype.
+LOOPS = Path(__file__).with_name("loops.txt")
+_VERSION = ".".join(triton.__version__.split(".")[:2])
 _NEW = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
 # Bytes that CUDA's compiler may spill to local memory, by (kernel, largest head_dim, dtype); 0 for everything else.
 SPILLS = {
@@ -242,7 +248,31 @@ def elementwise_launches() -> dict[str, Launch]:
     }
 
 
-def verdict(case: Case, measured: Resources) -> str:
+def loops_key(case: Case) -> str:
+    dtype = str(case.dtype).removeprefix("torch.")
+    return f"{_VERSION} {case.target} {case.kernel} {case.head_dim} {case.v_head_dim or case.head_dim} {dtype}"
+
+
+def loops_text(measured: Resources) -> str:
+    return " ".join("/".join(map(str, loop)) for loop in measured.loops)
+
+
+@lru_cache(maxsize=1)
+def recorded_loops() -> dict[str, str]:
+    """The lines of ``loops.txt``: the loops by ``loops_key``."""
+    lines = [line.split("  ") for line in LOOPS.read_text().splitlines() if not line.startswith("#")]
+    return {line[0]: line[1] for line in lines}
+
+
+def record(rows: dict[str, str]) -> None:
+    """Write these lines to ``loops.txt``, and keep the others."""
+    lines = [f"{key}  {loops}" for key, loops in sorted((recorded_loops() | rows).items())]
+    LOOPS.write_text(
+        "# Written by gate.py --record: waits/barriers/spills of each inner loop.\n" + "\n".join(lines) + "\n"
+    )
+
+
+def verdict(case: Case, measured: Resources, descriptors: list[dict[str, Any]] | None = None) -> str:
     """A description of what is wrong with a compiled kernel; "" if nothing is."""
     allowed = (
         SPILLS.get((case.kernel, max(case.head_dim, case.v_head_dim or 0), case.dtype), 0)
@@ -270,6 +300,10 @@ def verdict(case: Case, measured: Resources) -> str:
     # At head_dim 256 half of the warps' registers hold the accumulators, and Triton reloads one factor.
     if measured.reloaded and case.head_dim <= 128 and case.aligned:
         wrong.append(f"{measured.reloaded} tiles go through registers")
+    known = recorded_loops().get(loops_key(case)) if case.feature == "plain" else None
+    if known not in (None, loops_text(measured)):
+        wrong.append(f"loops {loops_text(measured)} instead of {known}")
+    wrong += tma_errors(case.launch, descriptors)
     return ", ".join(wrong)
 
 
@@ -277,7 +311,8 @@ def inspect(cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
     """Compile the cases and yield one row for each."""
     for case in cases:
         config = case.launch.config
-        measured = resources(compile_for(case.launch, case.target, aligned=case.aligned), case.target)
+        compiled = compile_for(case.launch, case.target, aligned=case.aligned)
+        measured = resources(compiled, case.target)
         yield {
             "target": case.target,
             "kernel": case.kernel,
@@ -287,7 +322,8 @@ def inspect(cases: Iterator[Case]) -> Iterator[dict[str, Any]]:
             "feature": case.feature,
             "config": asdict(config),
             **asdict(measured),
-            "wrong": verdict(case, measured),
+            "key": loops_key(case),
+            "wrong": verdict(case, measured, getattr(compiled.metadata, "tensordesc_meta", None)),
         }
 
 
@@ -315,6 +351,9 @@ def main(argv: list[str] | None = None) -> int:
         help="of q and k: 64, 128, 192 (beside 128 of v), 256, 512, 576 (beside 512 of v; default: all)",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: both")
+    parser.add_argument(
+        "--record", action="store_true", help="write loops.txt; only for the plain kernels of the table"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args(argv)
     targets = arguments.target or list(TARGETS)
@@ -324,7 +363,7 @@ def main(argv: list[str] | None = None) -> int:
             "target  kernel      head_dim: q, v dtype     feature          tile options   regs spilled   shared "
             "matrix   products reloaded occupancy wrong"
         )
-    wrong = 0
+    wrong, loops = 0, dict[str, str]()
     for name, cases in chosen.items():
         if arguments.what in (name, "all"):
             wanted = (
@@ -335,7 +374,11 @@ def main(argv: list[str] | None = None) -> int:
             )
             for row in inspect(wanted):
                 wrong += bool(row["wrong"])
+                if row["loops"] and row["feature"] == "plain":
+                    loops[row["key"]] = " ".join("/".join(map(str, loop)) for loop in row["loops"])
                 print(json.dumps(row), flush=True) if arguments.json else _print(row)
+    if arguments.record:
+        record(loops)
     return 1 if wrong else 0
 
 

@@ -110,11 +110,12 @@ def _parse(grid: str) -> dict[tuple[str, int], dict[str, list[Config | None]]]:
     for line in grid.splitlines():
         if line and not line.startswith("#"):
             architecture, size, kernel, *cells = line.split()
-            table.setdefault((architecture, int(size)), {})[kernel] = [_parse_cell(cell) for cell in cells]
+            table.setdefault((architecture, int(size)), {})[kernel] = [parse_cell(cell) for cell in cells]
     return table
 
 
-def _parse_cell(cell: str) -> Config | None:
+def parse_cell(cell: str) -> Config | None:
+    """The configuration of a cell of the table."""
     if cell == "-":
         return None
     found = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:i(\d+))?", cell)

@@ -116,8 +116,6 @@ def plan(
     else:
         for line in table(made, mask, top):
             typer.echo(line)
-        if made.choices[0].possible:
-            typer.echo("--code prints the first row as a training loop, and how to measure it.")
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")
 
@@ -188,7 +186,7 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
         f"{made.ranks:,} x {gpu.name}, {gpu.gpus_per_host} per host, attention kernel {made.kernel}; a step has "
         f"{made.global_batch:,} x {human_tokens(made.seq_len)} tokens",
         _ROW.format("", "dp x ring", "step", "", "", "NVLink", "network", "mem.", ""),
-        _ROW.format("strategy", "x uly x tp", "s", "tokens/s", "MFU", "GB", "GB", "GB", "longest"),
+        _ROW.format("strategy", "x uly x tp", "s", "tokens/s", "MFU", "GB", "GB", "GB", "fits"),
     ]
     for choice in made.choices[:top] if top else shown(made.choices):
         within, between = (choice.bytes_sent[x] + choice.parameter_bytes_sent[x] for x in (WITHIN, BETWEEN))
@@ -207,15 +205,15 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
             *textwrap.wrap(choice.reason, _WIDTH, initial_indent="  ", subsequent_indent="  "),
         ]
     lines += textwrap.wrap(
-        f"step: the range; tokens/s: expected; floor of the first row {_digits(made.choices[0].floor_s)} s. "
-        "uly: ulysses. NVLink, network: GB that a GPU sends in a step inside its host and to other hosts, weights "
-        f"included. mem.: GB, of {_digits(gpu.memory_bytes / 1e9)}. longest: tokens that fit.",
+        f"step: the range, at least {_digits(made.choices[0].floor_s)} s. uly: ulysses. NVLink, network: GB that a GPU "
+        f"sends in a step, weights included. mem.: of {_digits(gpu.memory_bytes / 1e9)} GB. fits: tokens of the "
+        "longest sequence. --code: the first row as code.",
         _WIDTH,
     )
     return lines
 
 
-_ROW = "{:<18} {:>10} {:>9} {:>9} {:>4} {:>6} {:>7} {:>4} {:>7}"
+_ROW = "{:<18} {:>10} {:>9} {:>9} {:>4} {:>6} {:>7} {:>4} {:>5}"
 
 
 def shown(choices: Sequence[Choice]) -> list[Choice]:

@@ -31,8 +31,8 @@ from ..mask import LayerMask, Mask, layer_mask
 from ..mesh import ANY_RANKS
 from ..planner.rules import named
 from ..spec import AttentionSpec, constant_float, constants
+from ..strategies.autograd import join_backward
 from ..strategies.operators import attention as attention_operator
-from ..strategies.operators import join_backward
 from .batch import BatchShard
 from .generate import decode
 from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight

@@ -19,7 +19,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..layout import LAYOUTS, Layout, shard_positions
-from ..mask import Mask, document_boundaries
+from ..mask import Mask
+from ..mask_rules import document_boundaries
 from ..mesh import rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 

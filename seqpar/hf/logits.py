@@ -119,6 +119,7 @@ def fused_cross_entropy(
     pointwise: Pointwise | None = None,
     ignore_index: int = IGNORE_INDEX,
     chunk: int | None = None,
+    few_count: bool = True,
 ) -> Tensor:
     """The summed cross-entropy of the logits ``pointwise(head(hidden))``, computed for ``chunk`` tokens at a time.
 
@@ -126,21 +127,25 @@ def fused_cross_entropy(
     chunk, and the backward only scales them. On CUDA, Liger's kernel is used if it is installed, and if neither
     ``pointwise`` nor ``chunk`` is given. By default, a chunk has as many tokens as fit in 128 MiB of float32.
 
+    ``few_count``: no logits are computed where the label is ``ignore_index``. For this the host waits for the GPU.
+
     ``hidden`` is [tokens, hidden], ``labels`` int64 [tokens]; the result is float32 [].
     """
-    counted = (labels != ignore_index).nonzero().flatten()
-    if len(counted) < len(labels):
-        hidden, labels = hidden.index_select(0, counted), labels.index_select(0, counted)
+    if few_count:
+        counted = (labels != ignore_index).nonzero().flatten()
+        if len(counted) < len(labels):
+            hidden, labels = hidden.index_select(0, counted), labels.index_select(0, counted)
     if not pointwise and chunk is None and hidden.is_cuda and len(labels) and find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        liger_loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(head.weight, hidden, labels, head.bias)
+        liger: Any = LigerFusedLinearCrossEntropyLoss(ignore_index=ignore_index, reduction="sum")
+        liger_loss: Tensor = liger(head.weight, hidden, labels, head.bias)
         return liger_loss.float()
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
     inputs = [hidden, head.weight, head.bias]
     if not torch.is_grad_enabled():  # otherwise the forward would compute the gradients of the parameters
         inputs = [None if x is None else x.detach() for x in inputs]
-    total: Tensor = _FusedCrossEntropy.apply(*inputs, labels, pointwise, chunk)
+    total: Tensor = _FusedCrossEntropy.apply(*inputs, labels, pointwise, ignore_index, chunk)
     return total
 
 
@@ -179,6 +184,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         pointwise: Pointwise | None,
+        ignore_index: int,
         chunk: int,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -195,7 +201,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             # here, and torch.autograd.grad would run the model's forward again.
             with torch.enable_grad(), saved_tensors_hooks(Tensor.detach, lambda x: x):
                 scores = pointwise(logits) if pointwise else logits
-                loss = F.cross_entropy(scores.float(), labels[span], reduction="sum")
+                loss = F.cross_entropy(scores.float(), labels[span], ignore_index=ignore_index, reduction="sum")
             total += loss.detach()
             if not logits.requires_grad:
                 continue
@@ -216,4 +222,4 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # Multiply in float32: ``grad`` is one over the number of labels, and bfloat16 would round it by up to 0.4 %.
         scaled = (None if x is None else (x.to(grad.dtype) * grad).to(x.dtype) for x in ctx.saved_tensors)
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)

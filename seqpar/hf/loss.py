@@ -114,11 +114,13 @@ class TokenLoss:
             )
         if forward is not None and forward.local_labels is not None:
             _check_labels(labels, forward.local_labels, forward)
+        full_tokens = labels.numel() // max(labels.shape[-1], 1) * shard.seq_len
+        few_count = shard.num_items is None or shard.num_items < full_tokens / 2
         labels = labels.reshape(-1)  # [tokens]
         if isinstance(logits, LazyLogits):
             hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
             total = fused_cross_entropy(
-                hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.loss_chunk
+                hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.loss_chunk, few_count
             )
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]

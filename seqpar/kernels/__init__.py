@@ -34,7 +34,7 @@ BackendName = Literal[
     "auto", "triton", "flash_attn_4", "flash_attn_3", "cudnn", "flash_attn", "flash", "cpu", "reference"
 ]
 
-# By the major of the compute capability: backends, fastest first, for calls of one step. Sources: docs/numerics.md.
+# By the major of the compute capability: backends, fastest first, by published rates. Sources: docs/numerics.md.
 _FASTEST: dict[int, tuple[str, ...]] = {
     8: ("flash_attn", "flash", "triton", "cudnn"),
     9: ("flash_attn_4", "flash_attn_3", "cudnn", "triton", "flash_attn", "flash"),
@@ -42,8 +42,6 @@ _FASTEST: dict[int, tuple[str, ...]] = {
     11: ("flash_attn_4", "triton", "flash_attn", "flash"),
     12: ("flash_attn", "flash", "triton", "cudnn"),
 }
-# Backends that carry float32 from step to step. They come first for calls of several steps.
-_CARRYING = ("triton",)
 
 
 def _fallback(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
@@ -96,19 +94,16 @@ def check_backend(name: str) -> None:
         raise ValueError(f"backend={name!r} cannot run here: {why}; use backend='auto'")
 
 
-def order(q: Tensor, carry: bool) -> Sequence[str]:
-    """The names of the backends, in the order in which "auto" tries them.
+def order(q: Tensor) -> Sequence[str]:
+    """The names of the backends, in the order in which "auto" tries them for ``q [b, q, h, d]``.
 
-    Args:
-        q: ``[b, q, h, d]``.
-        carry: whether the call has several steps. A backend that carries float32 rounds the result once, and the
-            kernels of a library round the result of each step.
+    Calls of several steps have the same order. Merging the steps of a library takes less time than it saves, and a step
+    whose mask the library does not support runs on ``triton``.
     """
     fastest: tuple[str, ...] = ()
     if q.is_cuda and torch.version.hip is None and torch.cuda.is_available():
         fastest = _FASTEST.get(torch.cuda.get_device_capability(q.device)[0], ())
-    first = _CARRYING if carry else fastest
-    return list(dict.fromkeys(name for name in (*first, *fastest, *BACKENDS) if name in BACKENDS))
+    return list(dict.fromkeys((*fastest, *BACKENDS)))
 
 
 def select(
@@ -120,7 +115,6 @@ def select(
     lse_gradient: bool = False,
     deterministic: bool = False,
     expansion: Expansion | None = None,
-    carry: bool = True,
     v_head_dim: int | None = None,
 ) -> Backend:
     """The backend for a call: the named one if it supports the call, else the best one that does.
@@ -132,11 +126,10 @@ def select(
         lse_gradient: whether the backward receives a gradient of the log-sum-exp.
         deterministic: leave out backends whose gradients may differ from run to run.
         expansion: computes keys and values from the tensors that were sent; None if the keys and values were sent.
-        carry: whether the call has several steps, whose results are merged.
         v_head_dim: the head_dim of v; by default the head_dim of q.
     """
     named = [] if name == "auto" else [name]
-    others = [other for other in order(q, carry) if other != "triton" or q.is_cuda]
+    others = [other for other in order(q) if other != "triton" or q.is_cuda]
     for candidate in (*named, *others):
         backend: Backend | None = BACKENDS[candidate]
         if isinstance(backend, LibraryBackend) and backend.device_type != q.device.type:

@@ -119,7 +119,7 @@ class Abilities:
     packs: bool = True  # packed sequences of different lengths
     gaps: bool = False  # packed sequences that have queries and no keys, or keys and no queries
     intervals: bool = False  # key intervals, for steps that would need more than a few calls
-    fewest_keys: int = 1  # of a call
+    fewest: int = 1  # queries of a call, and keys
 
 
 def cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int) -> list[Call] | None:
@@ -149,7 +149,9 @@ def _calls(found: Array, can: Abilities, most: int) -> list[Call] | None:
     calls: list[Call] = []
     for chain in _chains([Band(*fields) for fields in found.tolist()], can):
         made = [_packed(chain)] if len(chain) > 1 else _alone(chain[0], can)
-        if made is None or len(calls) + len(made) > most or any(x.k1 - x.k0 < can.fewest_keys for x in made):
+        if made is None or len(calls) + len(made) > most:
+            return None
+        if any(min(x.q1 - x.q0, x.k1 - x.k0) < can.fewest for x in made):
             return None
         calls += made
     return calls

@@ -14,10 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..cache import cached_tensors
 from ..schedule.rows import KeyIntervals
 
 _K_BLOCK = 128  # of FlashAttention-4's kernels for a head_dim up to 128
 _Q_BLOCK = {9: 128, 10: 256, 11: 256}  # by compute capability: a multiple of what one thread block computes
+# Of the lists of a step's forward, and of its backward. The cache keeps both. Above this, a step runs on Triton.
+_MOST_BYTES = 24 << 20
 
 
 class BlockLists(NamedTuple):
@@ -27,59 +30,132 @@ class BlockLists(NamedTuple):
     """
 
     masked_count: Tensor  # int32 [b, 1, blocks]
-    masked: Tensor  # int32 [b, 1, blocks, other blocks]
+    masked: Tensor  # int32 [b, 1, blocks, longest list]
     full_count: Tensor
     full: Tensor
 
 
-def block_lists(lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, by_keys: bool = False) -> BlockLists:
+class _Ranges(NamedTuple):
+    """Of each block of queries the blocks of keys, or of each block of keys the blocks of queries: ``[b, blocks]``.
+
+    Because intervals do not decrease, the blocks to compute are consecutive, and so are the full ones among them.
+    """
+
+    first: Tensor
+    first_full: Tensor
+    end_full: Tensor
+    end: Tensor
+
+    @property
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """How many blocks are masked, and how many are full."""
+        full = self.end_full - self.first_full
+        return self.end - self.first - full, full
+
+
+def _ranges(lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, by_keys: bool) -> _Ranges:
+    last = -lo.shape[1] % q_block
+    # The rows that fill up the last block repeat its last query.
+    lo, hi = (torch.cat([x, x[:, -1:].expand(-1, last)], 1) for x in (lo, hi))
+    lo, hi = (x.view(len(x), -1, q_block) for x in (lo, hi))  # [b, q blocks, q_block]
+    lowest, lo, hi, highest = (x.contiguous() for x in (lo[..., 0], lo[..., -1], hi[..., 0], hi[..., -1]))
+    if by_keys:
+        starts = torch.arange(0, k_len, k_block, device=lo.device, dtype=lo.dtype).expand(len(lo), -1).contiguous()
+        stops = (starts + k_block).clamp(max=k_len)
+        first = torch.searchsorted(highest, starts, right=True)
+        end = torch.searchsorted(lowest, stops)
+        first_full, end_full = torch.searchsorted(hi, stops), torch.searchsorted(lo, starts, right=True)
+        end_full = torch.where(stops - starts == k_block, end_full, first_full)  # beyond the last key a mask is needed
+    else:
+        first, end = lowest // k_block, -(-highest // k_block)
+        first_full, end_full = -(-lo // k_block), hi // k_block
+    some = first_full < end_full
+    return _Ranges(
+        first, torch.where(some, first_full, first), torch.where(some, end_full, first), torch.maximum(first, end)
+    )
+
+
+def block_lists(
+    lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, longest: tuple[int, int], by_keys: bool = False
+) -> BlockLists:
     """The blocks of key intervals, computed on their device without reading them.
 
     Args:
         lo, hi: int32 ``[b, q_len]``, not decreasing along the queries.
         k_len: the number of keys.
         q_block, k_block: queries and keys of a block.
+        longest: the lengths of the longest list of masked blocks and of the longest list of full blocks.
         by_keys: for each block of keys the blocks of queries, instead of the other way round.
     """
-    last = -lo.shape[1] % q_block
-    # The rows that fill up the last block repeat its last query.
-    lo, hi = (torch.cat([x, x[:, -1:].expand(-1, last)], 1) for x in (lo, hi))
-    lo, hi = (x.view(len(x), -1, q_block) for x in (lo, hi))  # [b, q blocks, q_block]
-    starts = torch.arange(0, k_len, k_block, device=lo.device)  # [k blocks]
-    stops = (starts + k_block).clamp(max=k_len)
-    some = (starts < hi[..., -1:]) & (stops > lo[..., :1])  # [b, q blocks, k blocks]: no row sees more than these
-    every = (starts >= lo[..., -1:]) & (stops <= hi[..., :1])
-    every &= stops - starts == k_block  # beyond the last key a mask is needed
+    of = _ranges(lo, hi, k_len, q_block, k_block, by_keys)
     lists = []
-    for blocks in (some & ~every, every):
-        if by_keys:
-            blocks = blocks.transpose(1, 2)
-        order = blocks.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
-        lists += [blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None].contiguous()]
+    for count, width, is_full in zip(of.counts, longest, (False, True), strict=True):
+        start = (of.first_full if is_full else of.first)[..., None]
+        indices = start + torch.arange(width, device=lo.device)
+        if not is_full:  # the masked blocks lie before and behind the full ones
+            indices += torch.where(indices < of.first_full[..., None], 0, (of.end_full - of.first_full)[..., None])
+        lists += [count.int()[:, None].contiguous(), indices.int()[:, None].contiguous()]
     return BlockLists(*lists)
 
 
+def longest_lists(intervals: KeyIntervals, q: Tensor, k: Tensor, backward: bool) -> tuple[int, int]:
+    """The ``longest`` of ``block_lists``, from the intervals on the host. Kept in ``intervals``."""
+    key = "longest lists", backward
+    if key not in intervals.tiles:
+        host = intervals.on_host()
+        assert host is not None  # or there would be no call with intervals
+        counts = _ranges(host.lo, host.hi, k.shape[1], _q_block(q), _K_BLOCK, backward).counts
+        intervals.tiles[key] = tuple(max(1, int(x.max())) for x in counts)
+    longest: tuple[int, int] = intervals.tiles[key]
+    return longest
+
+
+def too_long(intervals: KeyIntervals, q: Tensor, k: Tensor) -> bool:
+    """Whether the lists of blocks take more memory than the cache has."""
+    blocks = {False: -(-q.shape[1] // _q_block(q)), True: -(-k.shape[1] // _K_BLOCK)}
+    rows = len(intervals.lo)
+    return any(
+        4 * rows * n * sum(longest_lists(intervals, q, k, by_keys)) > _MOST_BYTES for by_keys, n in blocks.items()
+    )
+
+
+class _Arguments(NamedTuple):
+    """What FlashAttention-4 takes for key intervals. ``intervals`` are not freed while the cache has their lists."""
+
+    intervals: KeyIntervals
+    padded: tuple[Tensor, Tensor]  # lo and hi, int32 [b, q of all blocks]
+    lists: BlockLists
+
+
 def interval_arguments(intervals: KeyIntervals | None, q: Tensor, k: Tensor, *, backward: bool) -> dict[str, Any]:
-    """The arguments of FlashAttention-4's functions for key intervals; none without. Cached in ``intervals``."""
+    """The arguments of FlashAttention-4's functions for key intervals; none without."""
     if intervals is None:
         return {}
-    key = "flash_attn_4", backward
-    if key not in intervals.tiles:
-        q_block = _Q_BLOCK[torch.cuda.get_device_capability(q.device)[0]]
-        lists = block_lists(intervals.lo, intervals.hi, k.shape[1], q_block, _K_BLOCK, by_keys=backward)
+    q_block = _q_block(q)
+
+    def make() -> _Arguments:
+        longest = longest_lists(intervals, q, k, backward)
+        lists = block_lists(intervals.lo, intervals.hi, k.shape[1], q_block, _K_BLOCK, longest, by_keys=backward)
         # The kernels read one row per batch row, and queries up to the end of the last block.
-        rows = (x.expand(len(q), -1) for x in (intervals.lo, intervals.hi))
-        padded = [F.pad(x, (0, -q.shape[1] % q_block)).contiguous() for x in rows]
-        names = "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"
-        sparse = _sparse_tensors()(**dict(zip(names, lists, strict=True)), block_size=(q_block, _K_BLOCK))
-        intervals.tiles[key] = {
-            "mask_mod": _interval_mask(),
-            "aux_tensors": padded,
-            "block_sparse_tensors": sparse,
-            "pack_gqa": False,
-        }
-    arguments: dict[str, Any] = intervals.tiles[key]
-    return arguments
+        lo, hi = (
+            F.pad(x.expand(len(q), -1), (0, -q.shape[1] % q_block)).contiguous() for x in (intervals.lo, intervals.hi)
+        )
+        return _Arguments(intervals, (lo, hi), lists)
+
+    found = cached_tensors(("block lists", id(intervals), len(q), backward), q.device, make)
+    names = "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"
+    return {
+        "mask_mod": _interval_mask(),
+        "aux_tensors": list(found.padded),
+        "block_sparse_tensors": _sparse_tensors()(
+            **dict(zip(names, found.lists, strict=True)), block_size=(q_block, _K_BLOCK)
+        ),
+        "pack_gqa": False,
+    }
+
+
+def _q_block(q: Tensor) -> int:
+    return _Q_BLOCK[torch.cuda.get_device_capability(q.device)[0]]
 
 
 def takes_block_sizes() -> bool:

@@ -48,7 +48,7 @@ def unavailable() -> str | None:
     if not _installed():
         return "Triton is not installed"
     if interpreted():
-        return None
+        return _no_interpreter()
     if not torch.cuda.is_available():
         return "no CUDA or ROCm GPU (TRITON_INTERPRET=1, set before the first import, runs the kernels on the CPU)"
     return None
@@ -63,6 +63,23 @@ def targeted(device: torch.device) -> bool:
 def interpreted() -> bool:
     """Whether Triton interprets kernels on the CPU. Triton reads the variable when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+
+
+@lru_cache(maxsize=1)
+def _no_interpreter() -> str | None:
+    """Why Triton's interpreter does not work with the installed numpy, or None."""
+    import numpy
+    import triton
+
+    triton_version, numpy_version = (
+        tuple(int(part) for part in version.split(".")[:2]) for version in (triton.__version__, numpy.__version__)
+    )
+    if triton_version <= (3, 6) and numpy_version >= (2, 4):
+        return (
+            f"the interpreter of Triton {triton.__version__} does not work with numpy {numpy.__version__}; install "
+            "numpy<2.4 or Triton 3.7, or unset TRITON_INTERPRET to run the kernels on a GPU"
+        )
+    return None
 
 
 @lru_cache(maxsize=1)

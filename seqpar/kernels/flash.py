@@ -20,10 +20,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..schedule.rows import KeyIntervals
 from .bands import Abilities
 from .base import head_dims
-from .block_lists import interval_arguments, takes_block_sizes
-from .library import LibraryBackend, Options
+from .block_lists import interval_arguments, takes_block_sizes, too_long
+from .library import Launch, LibraryBackend, Options
 
 _forward: Any = torch.ops.aten._flash_attention_forward.default
 _backward: Any = torch.ops.aten._flash_attention_backward.default
@@ -216,6 +217,10 @@ class FlashAttention4Backend(PackageBackend):
         if options.cu_q is None:
             arguments |= {"max_seqlen_q": None, "max_seqlen_k": None}
         return arguments
+
+    def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[Launch] | None:
+        found = super().launches(intervals, q, k)
+        return None if found and found[0].call.masked and too_long(intervals, q, k) else found
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> Any:
         device = tensors[0].device

@@ -151,7 +151,7 @@ class LibraryBackend(ABC):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        launches = self._launches(intervals, q, k)
+        launches = self.launches(intervals, q, k)
         if launches is None:
             return self._other(q, k, v, score).forward(q, k, v, intervals, score, carry, last)
         first, written = carry is None, 0
@@ -188,7 +188,7 @@ class LibraryBackend(ABC):
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
-        launches = self._launches(intervals, q, k)
+        launches = self.launches(intervals, q, k)
         if launches is None:
             other = self._other(q, k, v, score)
             if other.reads_delta and output.delta is None:
@@ -221,7 +221,7 @@ class LibraryBackend(ABC):
             if empty:
                 target.zero_()
 
-    def _launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[_Launch] | None:
+    def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[Launch] | None:
         """The calls of one step; None if it needs too many. Cached in ``intervals``."""
         can = self.able(q)
         key = "launches", can, q.shape[0], q.device
@@ -231,7 +231,7 @@ class LibraryBackend(ABC):
                 host = intervals.on_host()
                 calls = None if host is None else cut(host, *sizes, can, _MOST_CALLS)
             intervals.tiles[key] = None if calls is None else [_launch(call, q.device) for call in calls]
-        launches: list[_Launch] | None = intervals.tiles[key]
+        launches: list[Launch] | None = intervals.tiles[key]
         return launches
 
     def _other(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
@@ -243,7 +243,7 @@ class LibraryBackend(ABC):
         return other
 
 
-class _Launch(NamedTuple):
+class Launch(NamedTuple):
     """A call, and for a packed one the boundaries of its sequences on the device, int32 ``[sequences + 1]``."""
 
     call: Call
@@ -251,14 +251,14 @@ class _Launch(NamedTuple):
     cu_k: Tensor | None = None
 
 
-def _launch(call: Call, device: torch.device) -> _Launch:
+def _launch(call: Call, device: torch.device) -> Launch:
     if call.ends is None:
-        return _Launch(call)
+        return Launch(call)
     host = torch.tensor([(0, *ends) for ends in call.ends], dtype=torch.int32, device="cpu")
-    return _Launch(call, *upload(host, device).unbind())
+    return Launch(call, *upload(host, device).unbind())
 
 
-def _options(launch: _Launch, intervals: KeyIntervals, score: Score) -> Options:
+def _options(launch: Launch, intervals: KeyIntervals, score: Score) -> Options:
     call, cu_q, cu_k = launch
     taken = intervals if call.masked else None
     return Options(score.softmax_scale, score.softcap, call.left, call.right, cu_q, cu_k, *call.longest, taken)

@@ -92,8 +92,12 @@ def _explain_errors() -> Iterator[None]:
         yield
     except Exception as error:
         if type(error).__module__.startswith("triton.") or "PassManager" in str(error):  # the latter from MLIR's C++
+            first: BaseException = error
+            while first.__cause__ is not None:
+                first = first.__cause__
             raise RuntimeError(
-                "backend='triton': Triton could not compile or launch an attention kernel (its error is above); pass "
-                "backend='reference', which is slower, or install another version of Triton"
+                "backend='triton': Triton could not compile or launch an attention kernel "
+                f"({type(first).__name__}: {str(first)[:500]}); pass backend='reference', which is slower, or install "
+                "another version of Triton"
             ) from error
         raise

@@ -39,8 +39,8 @@ from ..schedule.plan import plan_ahead
 from ..sharding import Sharding, check_sharding, layout_of, require_layout, resolve_sequence_group
 from ..spec import AttentionSpec, constants
 from ..strategies import COMMS, operators, strategy_options
-from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
-from ..strategies.operators import draw_seed, join_backward
+from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
+from ..strategies.seed import draw_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .rotary import RotaryEmbedding, rotary_length
 

@@ -20,7 +20,8 @@ from ..spec import AttentionSpec
 from ..strategies import operators
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention
-from ..strategies.operators import draw_seed, seen_by_dispatch_mode
+from ..strategies.operators import seen_by_dispatch_mode
+from ..strategies.seed import draw_seed
 from ..strategies.tensor_operators import (
     ChunkOptions,
     ShardedTokens,

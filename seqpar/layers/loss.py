@@ -58,7 +58,7 @@ def token_loss(
     Args:
         losses: ``[batch, seq_local]``, the loss of each of this rank's tokens, such as ``F.cross_entropy`` returns with
             ``reduction="none"``.
-        labels: integers ``[batch, seq_local]``, shifted before they were sharded.
+        labels: integers ``[batch, seq_local]``, at least 0 or ``ignore_index``, shifted before they were sharded.
         mesh: the ranks that the sequence is sharded over, as given to the layers.
         group: the same as a ProcessGroup. With neither, the default group.
         sharding: the ``Sharding`` of the tokens, instead of mesh, group and strategy. The ranks do not compare their
@@ -73,14 +73,15 @@ def token_loss(
 
     Returns:
         A scalar, float32 (float64 for float64), the same on every rank. NaN if all labels are ignored, as on one
-        device.
+        device, and on a GPU if a label is negative and not ``ignore_index``.
 
     Raises:
         TypeError: ``losses`` is not a floating-point tensor, or ``labels`` not an integer one.
-        ValueError: their shapes differ, or the ranks differ in batch, dtype or ``ignore_index``; or the sharding gives
-            this rank another number of tokens. In the backward, with ``gradients="auto"``: a wrapper averages over
-            some ranks of the sequence only, or it is not known what reduces the gradients (DeepSpeed, parameters that
-            reentrant checkpointing hides, compiled autograd); "sum" or "mean" says it.
+        ValueError: their shapes differ; a label is negative and not ``ignore_index`` (on the CPU); the ranks differ in
+            batch, dtype or ``ignore_index``; or the sharding gives this rank another number of tokens. In the backward,
+            with ``gradients="auto"``: a wrapper averages over some ranks of the sequence only, or it is not known what
+            reduces the gradients (DeepSpeed, parameters that reentrant checkpointing hides, compiled autograd); "sum"
+            or "mean" says it.
         RuntimeError: another rank raised an error on its own input.
     """
     if isinstance(sharding, Sharding) and mesh is None and group is None and strategy is None:
@@ -123,6 +124,11 @@ def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str) ->
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         what = f"{labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"labels: expected an integer tensor [batch, seq_local], got {what}")
+    if losses.dim() == 1 and losses.shape == labels.shape:
+        raise ValueError(
+            f"losses and labels: flattened, {tuple(losses.shape)}; expected [batch, seq_local], as from "
+            "F.cross_entropy(logits.mT, labels, reduction='none')"
+        )
     if losses.dim() != 2 or losses.shape != labels.shape:
         raise ValueError(
             f"losses: shape {tuple(losses.shape)}, but labels have {tuple(labels.shape)}; expected "
@@ -148,9 +154,15 @@ def mean_over_tokens(
     sequence, counts = sharding.sequence_group, labels != ignore_index  # [b, s]
     # The loss of an ignored label may be NaN or infinite, so it is masked instead of multiplied by 0.
     local_sum = losses.masked_fill(~counts, 0.0).to(sum_dtype(losses)).sum()
-    count = counts.sum().to(local_sum.dtype)
+    invalid = ((labels < 0) & counts).any()
+    count = torch.where(invalid, torch.nan, counts.sum()).to(local_sum.dtype)  # NaN on all ranks if invalid on one
     if size_of(sequence) > 1:
         dist.all_reduce(count, group=sequence)
+    if count.device.type == "cpu" and count.isnan():  # on a GPU the loss is NaN, because the host would have to wait
+        raise ValueError(
+            f"labels: some are negative on some rank, and not ignore_index={ignore_index}; pass the ignore_index that "
+            "F.cross_entropy gets"
+        )
     loss = local_sum / count
     if size_of(sequence) > 1:
         dist.all_reduce(loss, group=sequence)

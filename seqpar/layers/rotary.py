@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..cache import context_of, upload
@@ -116,6 +117,16 @@ class RotaryEmbedding(nn.Module):
         Returns:
             ``q`` and ``k`` rotated, in their own shapes and dtypes.
         """
+        if (
+            torch.compiler.is_compiling()
+        ):  # backward takes the table from the cache again; otherwise every layer keeps one
+            rotated: tuple[Tensor, Tensor] = checkpoint(
+                self._rotate, q, k, positions, length, use_reentrant=False, preserve_rng_state=False
+            )
+            return rotated
+        return self._rotate(q, k, positions, length)
+
+    def _rotate(self, q: Tensor, k: Tensor, positions: Tensor, length: int | Tensor | None) -> tuple[Tensor, Tensor]:
         cos, sin = self.cos_sin(positions, torch.promote_types(q.dtype, torch.float32), q.device, length)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 

@@ -30,7 +30,7 @@ def settings(base: Setting, ranks: int, replicas: int | None, switches: Sequence
     for split in _without_long_rings(list(splits(base, ranks, replicas)), switches):
         for layout in _layouts(split):
             yield replace(split, layout=layout)
-            if split.ring > 1 and split.ulysses == 1:
+            if split.ring > 1 and split.ulysses == 1 and split.tensor == 1:  # layers with tp have no all-gather
                 yield replace(split, layout=layout, gather=True)
 
 

@@ -1,97 +1,15 @@
-"""Forward and backward of every strategy, and which ranks take part in backward.
-
-Every strategy is an all-to-all (Ulysses) around a ring. Either of the two may have a single rank.
-
-Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of q and k, e head_dim of v.
-"""
+"""Which ranks take part in the backward of attention, and the dtype of autocast."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..comm.p2p import Link, links_of
-from ..comm.trace import count_choice
-from ..heads import Heads
-from ..kernels.base import accumulator
-from ..placement import Placement
-from .call import AttentionCall, Run
-from .head_exchange import HeadExchange, chunk_limit
-from .latent import LatentKeys
-from .ring import ring_backward, ring_forward
-from .ulysses import saved_lse, ulysses_backward, ulysses_forward
-
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
-
-
-def attention_forward(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Attention of sequence shards.
-
-    Args:
-        call: everything but the tensors.
-        q: ``[b, s, h, d]``.
-        k: ``[b, s, n, d]``.
-        v: ``[b, s, n, e]``.
-
-    Returns:
-        ``out [b, s, h, e]``, ``lse [b, h, s]``, and the ``saved`` of ``attention_backward``. With an all-to-all,
-        ``lse`` is an empty tensor unless ``call.spec.return_lse``.
-    """
-    if call.placement.gather is None and call.placement.tokens.ring > 1:
-        count_choice("all_gather" if call.plan.gather else "p2p")
-    exchange = None if call.placement.ulysses is None else head_exchange(call, q.shape, q.device)
-    with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
-        if exchange is None:
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
-            return out, lse, q, k, v, out, lse
-        out, *saved = ulysses_forward(exchange, partial(Run, call), q, k, v, call.v_head_dim(v.shape))
-        lse = exchange.lse_to_sequence(saved_lse(exchange, saved)) if call.spec.return_lse else saved[-1].new_empty(0)
-    return out, lse, *saved, *((k, v) if exchange.shares_kv else ())
-
-
-def attention_backward(
-    call: AttentionCall,
-    saved: Sequence[Tensor],
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    v_shape: Sequence[int],
-) -> Gradients:
-    """Gradients of ``attention_forward``, in the dtypes of its arguments.
-
-    Args:
-        call: as given to ``attention_forward``.
-        saved: the tensors that it returned after ``out`` and ``lse``.
-        dout: ``[b, s, h, e]``; None is zeros. Every rank takes part, whether or not its output has a gradient.
-        dlse: ``[b, h, s]``; None is zeros.
-        q_shape, k_shape, v_shape: the shapes of its arguments.
-
-    Returns:
-        ``dq, dk, dv``, and ``dsinks [h]``, this rank's partial gradient; None without sinks.
-    """
-    exchange = head_exchange(call, q_shape, saved[0].device)
-    like, sinks = saved[0], call.score.sinks
-    dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
-    dlse = dlse if call.spec.return_lse else None
-    with torch.autocast(like.device.type, enabled=False):
-        if exchange is None:
-            q, k, v, out, lse = saved
-            run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
-            dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
-        else:
-            if call.spec.return_lse:
-                dlse = exchange.lse_gradient_to_heads(dout, dlse)
-            new_run = partial(Run, call, lse_gradient=dlse is not None)
-            dq, dk, dv, dsinks = ulysses_backward(exchange, new_run, saved, dout, dlse, q_shape, k_shape, v_shape)
-    if dsinks is not None and sinks is not None:
-        dsinks = dsinks.to(sinks.dtype)
-    return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks
+from ..mesh import ANY_RANKS, ParallelContext
+from ..sharding import Sharding
+from ..spec import AttentionSpec
 
 
 def gradient_state(*tensors: Tensor | None) -> int:
@@ -124,24 +42,21 @@ def with_gradient(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-def with_latents(
-    call: AttentionCall,
-    weight: Tensor | None,
-    q_shape: Sequence[int],
-    v_shape: Sequence[int],
-    d_weight: Tensor | None = None,
-) -> AttentionCall:
-    """``call``, in which ``weight`` expands k and v unless it is None. Its gradient is added to ``d_weight``."""
-    if weight is None:
-        return call
-    return replace(call, latent=LatentKeys(weight, q_shape[3] - v_shape[3], d_weight))
+def join_backward(
+    q: Tensor,
+    others: Sequence[Tensor | None],
+    spec: AttentionSpec,
+    sharding: Sharding,
+    ranks: ParallelContext = ANY_RANKS,
+) -> Tensor:
+    """``q``, or an alias that requires a gradient if attention sends messages and no tensor of this rank requires one.
 
-
-def new_weight_gradient(weight: Tensor | None, needed: bool) -> Tensor | None:
-    """Zeros to which the gradient of ``weight`` is added, or None if no gradient is needed."""
-    if weight is None or not needed:
-        return None
-    return torch.zeros_like(weight, dtype=accumulator(weight.dtype))
+    The backward of attention communicates. A rank whose inputs require no gradient would not run it, and the ranks
+    whose inputs do would wait for it. With the alias it takes part.
+    """
+    if gradient_state(q, *others) == 1 and not spec.returns_saved and sharding.place(spec, ranks).sends:
+        return with_gradient(q)
+    return q
 
 
 def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
@@ -156,23 +71,3 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
-
-
-def head_exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device) -> HeadExchange | None:
-    """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
-    placement, link = call.placement, links_of(call.placement, device).ulysses
-    if link is None:
-        return None
-    chunks = 1 if link.memory is not None else chunk_limit(placement.tokens, q_shape, device.type)
-    return head_exchange_of(placement, call.heads, chunks, link)
-
-
-def head_exchange_of(placement: Placement, heads: Heads, chunks: int, link: Link | None = None) -> HeadExchange | None:
-    """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
-    if placement.ulysses is None or placement.tokens.ulysses == 1 or not heads.queries:
-        return None  # tensor parallelism over more ranks than heads leaves ranks without heads
-    key = heads, chunks, link
-    exchange: HeadExchange | None = placement.kept.get(key)
-    if exchange is None:
-        exchange = placement.kept[key] = HeadExchange(placement, heads, chunks, link)
-    return exchange

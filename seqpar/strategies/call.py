@@ -126,7 +126,6 @@ class Run:
             lse_gradient=lse_gradient,
             deterministic=call.spec.deterministic,
             expansion=expansion,
-            carry=plan.num_steps > 1,
             v_head_dim=self._v_head_dim,
         )
 

@@ -37,8 +37,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .autograd import attention_backward, attention_forward
-from .operators import new_call
+from .call import Run
+from .operators import attention_gradients, new_call
+from .ring import ring_forward
 from .sequence_chunks import Piece, SequenceChunks
 from .tensor_sequence import all_gather_linear_backward, project
 
@@ -78,8 +79,9 @@ class GatheredAttention(torch.autograd.Function):
         ctx.chunks, ctx.finish = chunks, finish
         with torch.autocast(x.device.type, enabled=False):
             k, v = finish(*project(x_chunks, x, (k_weight, v_weight), chunks), *parameters)
-        ctx.call = new_call(q, k, v, sinks, None, seed, None, *where)
-        out, _, q, _, _, _, lse = attention_forward(ctx.call, q, k, v)
+            ctx.call = call = new_call(q, k, v, sinks, None, seed, *where)
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+            out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
         ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
         return out
 
@@ -95,9 +97,9 @@ class GatheredAttention(torch.autograd.Function):
             projections = project(chunks.receive_chunks(x), x, weights, chunks, full)
             k, v, gradients = differentiable(ctx.finish, *projections, *parameters)
             del projections
-            dq, dk, dv, dsinks = attention_backward(
-                ctx.call, (q, k, v, out, lse), dout, None, q.shape, k.shape, v.shape
-            )
+            saved, shapes = (q, k, v, out, lse), (q.shape, k.shape, v.shape)
+            dq, dk, dv, dsinks, _ = attention_gradients(ctx.call, saved, dout, None, shapes)
+            del saved
             del k, v
             douts = gradients(dk, dv)
             del dk, dv, gradients

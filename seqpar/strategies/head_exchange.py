@@ -24,7 +24,7 @@ from torch import Tensor
 from ..cache import cached_tensors
 from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
-from ..comm.p2p import Link, Pending, new_message
+from ..comm.p2p import Link, Pending, links_of, new_message
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import TokenLayout, split_range
@@ -366,3 +366,24 @@ class _LseGradient(NamedTuple):
     """Whether a rank has a gradient of the log-sum-exp."""
 
     has_dlse: bool
+
+
+def head_exchange(
+    placement: Placement, heads: Heads, q_shape: Sequence[int], device: torch.device
+) -> HeadExchange | None:
+    """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
+    if placement.ulysses is None or (link := links_of(placement, device).ulysses) is None:
+        return None
+    chunks = 1 if link.memory is not None else chunk_limit(placement.tokens, q_shape, device.type)
+    return head_exchange_of(placement, heads, chunks, link)
+
+
+def head_exchange_of(placement: Placement, heads: Heads, chunks: int, link: Link | None = None) -> HeadExchange | None:
+    """``head_exchange`` before there is a call, in at most ``chunks`` chunks of heads."""
+    if placement.ulysses is None or placement.tokens.ulysses == 1 or not heads.queries:
+        return None  # tensor parallelism over more ranks than heads leaves ranks without heads
+    key = heads, chunks, link
+    exchange: HeadExchange | None = placement.kept.get(key)
+    if exchange is None:
+        exchange = placement.kept[key] = HeadExchange(placement, heads, chunks, link)
+    return exchange

@@ -22,6 +22,8 @@ key, d head_dim of q and k (nope + r), e head_dim of v.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -86,6 +88,11 @@ class LatentKeys:
         if self.d_weight is not None:
             latents = sent_k.flatten(0, 2)  # [b * k, w]
             self.d_weight[at] += _product(dkv.T, latents).view_as(self.d_weight[at])
+
+
+def value_dim(weight: Tensor | None, q_shape: Sequence[int], v_shape: Sequence[int]) -> int:
+    """The head_dim of the output: of v, or of the values to which ``weight`` expands latents."""
+    return v_shape[3] if weight is None else weight.shape[1] - (q_shape[3] - v_shape[3])
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

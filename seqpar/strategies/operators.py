@@ -14,72 +14,34 @@ and k, e head_dim of v.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.fx.traceback as fx_traceback
 from torch import Tensor
-from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..comm.handshake import all_gather_header
+from ..comm.trace import count_choice
 from ..compile_types import unwrap
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
 from ..layout import check_length
 from ..library import operator
 from ..mask import Mask, layer_mask
-from ..mesh import ANY_RANKS, ParallelContext
+from ..mesh import ParallelContext
 from ..placement import Placement
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec
-from . import autograd
-from .autograd import (
-    gradient_state,
-    head_exchange,
-    head_exchange_of,
-    new_weight_gradient,
-    with_gradient,
-    with_latents,
-)
-from .call import AttentionCall
-from .head_exchange import MAX_CHUNKS, HeadExchange
-from .ulysses import saved_shapes
-
-
-def draw_seed() -> Tensor:
-    """A dropout seed from torch's CPU generator, int64 ``[]``.
-
-    If the backward of compiled code recomputes the graph, as under ``torch.utils.checkpoint``, it would draw another
-    seed, and the gradients would belong to another dropout mask. There, the seed is marked as a value to be saved.
-    """
-    if not torch.compiler.is_compiling():
-        return _draw_seed()
-    kept = partial(create_selective_checkpoint_contexts, _keep_all)
-    seed: Tensor = checkpoint(_draw_seed, use_reentrant=False, context_fn=kept)
-    return seed
-
-
-def _draw_seed() -> Tensor:
-    return torch.randint(2**62, (), device="cpu")
-
-
-def _keep_all(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
-
-
-def _check_seed_is_kept() -> None:
-    """Raise if torch.compile saves only a function's arguments for backward, and ignores that the seed is marked."""
-    in_region = fx_traceback.current_meta.get("custom", {}).get("_region_activation_memory_budget")
-    if 0 in (in_region, functorch_config.activation_memory_budget):
-        raise ValueError(
-            "dropout: with an activation memory budget of 0, torch.compile draws random numbers again in backward, and "
-            "the gradients would be wrong; use a larger budget, or pass dropout_seed to seqpar.attention"
-        )
+from .call import AttentionCall, Run
+from .head_exchange import MAX_CHUNKS, HeadExchange, head_exchange, head_exchange_of
+from .latent import LatentKeys, value_dim
+from .ring import ring_backward, ring_forward
+from .seed import check_seed_is_kept
+from .ulysses import saved_lse, saved_shapes, ulysses_backward, ulysses_forward
 
 
 class _SeedHeader(NamedTuple):
@@ -125,7 +87,6 @@ def new_call(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     seed: Tensor | None,
-    latent_weight: Tensor | None,
     spec: AttentionSpec,
     mask: Mask,
     sharding: Sharding,
@@ -153,26 +114,59 @@ def new_call(
 
     agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
     heads = spec.heads(q.shape, k.shape)
-    return make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec)
+    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec)
+    if placement.gather is None and placement.tokens.ring > 1:
+        count_choice("all_gather" if call.plan.gather else "p2p")
+    return call
 
 
 class _Attention(torch.autograd.Function):
-    """The arguments of ``attention`` to its results. Differentiable once: the backward communicates."""
+    """``attention`` in eager code, with and without gradients. Differentiable once: the backward communicates.
+
+    In compiled code, and where a dispatch mode must see one operator, it calls the operators instead of computing.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *args: Any) -> tuple[Tensor, ...]:
-        sinks, alibi_slopes, seed, latent_weight, spec, *where = args
-        ctx.set_materialize_grads(False)
-        ctx.constants, ctx.shapes, ctx.call = (spec, *where), (q.shape, k.shape, v.shape), None
-        if not spec.returns_saved and not seen_by_dispatch_mode():  # keeps its call for backward
-            ctx.call = new_call(q, k, v, *args)
-            results = autograd.attention_forward(with_latents(ctx.call, latent_weight, q.shape, v.shape), q, k, v)
-            results, saved = results[:2], results[2:]
-        else:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+        seed: Tensor | None,
+        latent_weight: Tensor | None,
+        spec: AttentionSpec,
+        *where: Any,
+    ) -> Any:
+        """``out`` and ``lse``. Without ``ctx``, in the body of the operator: the call, these two, and what is saved."""
+        call, shapes = None, (q.shape, k.shape, v.shape)
+        if ctx is not None and (spec.returns_saved or seen_by_dispatch_mode()):
             tensors = sinks, alibi_slopes, seed, latent_weight
-            results = attention(q, k, v, *tensors, spec.having(returns_saved=True), *where)
+            with torch._C._AutoDispatchBelowAutograd():
+                results = attention(q, k, v, *tensors, spec.having(returns_saved=True), *where)
             seed = results[-1] if spec.draws_seed else seed
             saved = results[2 : len(results) - spec.draws_seed] or (q, k, v, *results[:2])
+        else:
+            call = new_call(q, k, v, sinks, alibi_slopes, seed, spec, *where)
+            exchange = head_exchange(call.placement, call.heads, q.shape, q.device)
+            latent = None if latent_weight is None else LatentKeys(latent_weight, q.shape[3] - v.shape[3])
+            run_call = call if latent is None else replace(call, latent=latent)
+            with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
+                if exchange is None:
+                    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+                    results = ring_forward(Run(run_call, call.heads, q, k, v), q, k, v)
+                    saved = q, k, v, *results
+                else:
+                    out_dim = run_call.v_head_dim(v.shape)
+                    out, *saved = ulysses_forward(exchange, partial(Run, run_call), q, k, v, out_dim)
+                    lse = saved[-1].new_empty(0)
+                    results = out, exchange.lse_to_sequence(saved_lse(exchange, saved)) if spec.return_lse else lse
+                    saved += (k, v) if exchange.shares_kv else ()
+        if ctx is None:
+            return call, *results, *saved
+        ctx.set_materialize_grads(False)
+        ctx.constants, ctx.shapes, ctx.call = (spec, *where), shapes, call
         ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *saved)
         ctx.mark_non_differentiable(*results[1 if not spec.return_lse else 2 :])
         return tuple(results)
@@ -181,41 +175,88 @@ class _Attention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
         sinks, alibi_slopes, seed, latent_weight, *saved = ctx.saved_tensors
-        needs_weight_gradient = latent_weight is not None and ctx.needs_input_grad[6]
-        dsinks, d_weight = None, None
+        needs_d_weight = latent_weight is not None and ctx.needs_input_grad[6]
         if ctx.call is not None:
-            sums = new_weight_gradient(latent_weight, needs_weight_gradient)
-            call = with_latents(ctx.call, latent_weight, ctx.shapes[0], ctx.shapes[2], sums)
-            dq, dk, dv, dsinks = autograd.attention_backward(call, saved, dout, dlse, *ctx.shapes)
-            d_weight = None if sums is None else sums.to(latent_weight.dtype)
+            of_weight = latent_weight, needs_d_weight
+            dq, dk, dv, dsinks, d_weight = attention_gradients(ctx.call, saved, dout, dlse, ctx.shapes, *of_weight)
         else:
             tensors = sinks, alibi_slopes, seed, latent_weight
             dlse = dlse if ctx.constants[0].return_lse else None
             dq, dk, dv, *others = attention_backward(
-                dout, dlse, saved, *ctx.shapes, *tensors, *ctx.constants, needs_weight_gradient
+                dout, dlse, saved, *ctx.shapes, *tensors, *ctx.constants, needs_d_weight
             )
-            d_weight = others.pop() if needs_weight_gradient else None
+            d_weight = others.pop() if needs_d_weight else None
             dsinks = others[0] if others else None
         return dq, dk, dv, dsinks, None, None, d_weight, *[None] * 4
+
+
+def attention_gradients(
+    call: AttentionCall,
+    saved: Sequence[Tensor],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    shapes: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    latent_weight: Tensor | None = None,
+    needs_d_weight: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of attention, in the dtypes of its arguments.
+
+    Args:
+        call: the forward's, without the latent weight.
+        saved: q, k, v, out and lse; with an all-to-all as ``ulysses_backward`` takes them.
+        dout: ``[b, s, h, e]``; None is zeros. Every rank takes part, whether or not its output has a gradient.
+        dlse: ``[b, h, s]``; None is zeros.
+        shapes: of q, k and v.
+        latent_weight: the forward's.
+        needs_d_weight: whether the weight's gradient is returned.
+
+    Returns:
+        ``dq, dk, dv``; ``dsinks [h]``, this rank's partial gradient, None without sinks; and the gradient of the weight
+        or None.
+    """
+    like, sinks, d_weight = saved[0], call.score.sinks, None
+    q_shape, _, v_shape = shapes
+    if latent_weight is not None:
+        if needs_d_weight:
+            d_weight = torch.zeros_like(latent_weight, dtype=accumulator(latent_weight.dtype))
+        call = replace(call, latent=LatentKeys(latent_weight, q_shape[3] - v_shape[3], d_weight))
+    exchange = head_exchange(call.placement, call.heads, q_shape, like.device)
+    dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
+    dlse = dlse if call.spec.return_lse else None
+    with torch.autocast(like.device.type, enabled=False):
+        if exchange is None:
+            q, k, v, out, lse = saved
+            run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
+            dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
+        else:
+            if call.spec.return_lse:
+                dlse = exchange.lse_gradient_to_heads(dout, dlse)
+            new_run = partial(Run, call, lse_gradient=dlse is not None)
+            dq, dk, dv, dsinks = ulysses_backward(exchange, new_run, saved, dout, dlse, *shapes)
+    if dsinks is not None and sinks is not None:
+        dsinks = dsinks.to(sinks.dtype)
+    if d_weight is not None:
+        d_weight = d_weight.to(like.dtype)
+    return dq.to(like.dtype), dk.to(like.dtype), dv.to(like.dtype), dsinks, d_weight
 
 
 def _fake_attention(*args: Any) -> list[Tensor]:
     q, k, v, _, _, _, latent_weight, spec, _, sharding, ranks = args
     placement = unwrap(sharding).place(spec, unwrap(ranks))
-    batch, length, heads, dim = q.shape
-    out_dim = v.shape[3] if latent_weight is None else latent_weight.shape[1] - (dim - v.shape[3])
+    batch, length, heads, _ = q.shape
+    out_dim = value_dim(latent_weight, q.shape, v.shape)
     kept_dtypes = _kept_dtypes(q, k, placement, spec)
     in_heads = head_exchange_of(placement, spec.heads(q.shape, k.shape), 1) is not None
     lse_shape = (0,) if in_heads and not spec.return_lse else (batch, heads, length)
     results = [q.new_empty(batch, length, heads, out_dim), q.new_empty(lse_shape, dtype=accumulator(q.dtype))]
     results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
     if spec.draws_seed:
-        _check_seed_is_kept()
+        check_seed_is_kept()
         results.append(torch.empty((), dtype=torch.int64, device="cpu"))
     return results
 
 
-@operator(fake=_fake_attention, autograd=lambda *args: list(_Attention.apply(*args)))
+@operator(fake=_fake_attention, autograd=_Attention.apply, computes=True)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -229,7 +270,7 @@ def attention(
     sharding: Sharding,
     ranks: ParallelContext,
 ) -> list[Tensor]:
-    """``attention_forward`` as an operator: the only way to the kernels.
+    """Attention of sequence shards as an operator: the only way to the kernels.
 
     Args:
         q, k, v: ``[b, s, h, d]``, ``[b, s, n, d]`` and ``[b, s, n, e]``.
@@ -244,13 +285,12 @@ def attention(
         ``out [b, s, h, e]``; ``lse [b, h, s]``, which is empty unless ``spec.return_lse`` if the strategy has an
         all-to-all; the tensors of ``_kept_dtypes``; and with ``spec.draws_seed`` rank 0's seed.
     """
-    call = new_call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
-    if latent_weight is not None:
-        call = with_latents(call, latent_weight, q.shape, v.shape)
-    out, lse, *saved = autograd.attention_forward(call, q, k, v)
+    arguments = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks
+    call, out, lse, *saved = _Attention.forward(None, *arguments)
     results = [out, lse]
-    if spec.returns_saved and (exchange := head_exchange(call, q.shape, q.device)) is not None:
-        kept = _to_keep(saved, exchange)
+    if spec.returns_saved and (exchange := head_exchange(call.placement, call.heads, q.shape, q.device)) is not None:
+        chunks = 3 * len(exchange.chunks)
+        kept = [*(saved[chunks:] or [q.new_empty(0) for _ in range(2)]), *saved[:chunks]]
         inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
         results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
         dtypes = _kept_dtypes(q, k, call.placement, spec)
@@ -275,13 +315,6 @@ def _kept_dtypes(q: Tensor, k: Tensor, placement: Placement, spec: AttentionSpec
     return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * len(exchange.chunks)
 
 
-def _to_keep(saved: Sequence[Tensor], exchange: HeadExchange) -> list[Tensor]:
-    """Select the saved tensors that the operator must return for backward."""
-    chunks = 3 * len(exchange.chunks)
-    again = saved[chunks:] or [saved[0].new_empty(0) for _ in range(2)]
-    return [*again, *saved[:chunks]]
-
-
 def _from_kept(
     kept: Sequence[Tensor],
     exchange: HeadExchange,
@@ -290,7 +323,7 @@ def _from_kept(
     v_shape: Sequence[int],
     out_dim: int,
 ) -> list[Tensor]:
-    """Inverse of ``_to_keep``: rebuild what ``attention_backward`` expects."""
+    """The ``saved`` of ``attention_gradients``, from the tensors that the operator has returned."""
     k, v, *in_heads = kept
     shapes = saved_shapes(exchange, q_shape, k_shape, v_shape, out_dim)
     saved = [x.view(shape) for x, shape in zip(in_heads, shapes, strict=False)]
@@ -318,9 +351,9 @@ def attention_backward(
     mask: Mask,
     sharding: Sharding,
     ranks: ParallelContext,
-    needs_weight_gradient: bool,
+    needs_d_weight: bool,
 ) -> list[Tensor]:
-    """``attention_backward`` as an operator.
+    """``attention_gradients`` as an operator.
 
     Returns ``dq, dk, dv``, then ``dsinks`` if there are sinks, then the gradient of ``latent_weight`` if it is needed.
 
@@ -329,22 +362,21 @@ def attention_backward(
         dout, dlse: ``[b, s, h, e]`` and ``[b, h, s]``; None is zeros.
         q_shape, k_shape, v_shape: the shapes of q, k and v.
         sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks: the forward's.
-        needs_weight_gradient: whether the weight's gradient is returned.
+        needs_d_weight: whether the weight's gradient is returned.
     """
     placement = sharding.place(spec, ranks)
     heads = spec.heads(q_shape, k_shape)
     call = make_call(
         q_shape[3], heads, sinks, alibi_slopes, 0 if seed is None else int(seed.item()), mask, placement, spec
     )
-    d_weight = new_weight_gradient(latent_weight, needs_weight_gradient)
-    call = with_latents(call, latent_weight, q_shape, v_shape, d_weight)
-    exchange = head_exchange(call, q_shape, saved[0].device)
+    exchange = head_exchange(call.placement, call.heads, q_shape, saved[0].device)
     saved = [x.contiguous() for x in saved]
     if exchange is not None:
-        saved = _from_kept(saved, exchange, q_shape, k_shape, v_shape, call.v_head_dim(v_shape))
-    gradients = autograd.attention_backward(call, saved, dout, dlse, q_shape, k_shape, v_shape)
-    of_weight = None if d_weight is None else d_weight.to(saved[0].dtype)
-    return [x.contiguous() for x in (*gradients, of_weight) if x is not None]
+        out_dim = value_dim(latent_weight, q_shape, v_shape)
+        saved = _from_kept(saved, exchange, q_shape, k_shape, v_shape, out_dim)
+    shapes = q_shape, k_shape, v_shape
+    gradients = attention_gradients(call, saved, dout, dlse, shapes, latent_weight, needs_d_weight)
+    return [x.contiguous() for x in gradients if x is not None]
 
 
 @operator(fake=lambda like, *_: torch.empty(like.shape[1], dtype=torch.int64, device="cpu"))
@@ -358,23 +390,6 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     if spec.replicated:
         return placement.tokens.together().rank_positions(0)
     return placement.tokens.rank_positions(placement.rank)
-
-
-def join_backward(
-    q: Tensor,
-    others: Sequence[Tensor | None],
-    spec: AttentionSpec,
-    sharding: Sharding,
-    ranks: ParallelContext = ANY_RANKS,
-) -> Tensor:
-    """``q``, or an alias that requires a gradient if attention sends messages and no tensor of this rank requires one.
-
-    The backward of attention communicates. A rank whose inputs require no gradient would not run it, and the ranks
-    whose inputs do would wait for it. With the alias it takes part.
-    """
-    if gradient_state(q, *others) == 1 and not spec.returns_saved and sharding.place(spec, ranks).sends:
-        return with_gradient(q)
-    return q
 
 
 def seen_by_dispatch_mode() -> bool:

@@ -160,6 +160,7 @@ def test_the_table_has_the_best_ideal_first() -> None:
     assert list(table.columns[6].cells) == ["", "500.0 ms", ""]
 
 
+@pytest.mark.slow
 def test_charts_of_recorded_seconds(tmp_path: Path) -> None:
     charts = draw_charts([recorded()], tmp_path, "a machine")
     assert {chart.name for chart in charts} == {"length.png", "ideal.png", "memory.png"}

@@ -43,6 +43,7 @@ def sleep(folder: str) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_results_by_rank() -> None:
     assert launch(total, 2, 5, deadline_s=60) == [(0, 11.0), (1, 11.0)]
 
@@ -65,6 +66,7 @@ def test_the_first_error_is_shown(how: str, message: str) -> None:
     assert time.monotonic() - start < 20
 
 
+@pytest.mark.slow
 def test_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="the ranks were still running after 1 s") as error:
         launch(sleep, 2, str(tmp_path), deadline_s=1)

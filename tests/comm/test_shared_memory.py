@@ -215,6 +215,7 @@ def many_messages(group: ProcessGroup) -> tuple[int, float]:
     return wrong, sum(block.nbytes for block in transport._blocks.values() if block.has_memory) / (1 << 20)
 
 
+@pytest.mark.slow
 def test_many_unread_messages(pool: Pool) -> None:
     for wrong, megabytes in pool.run(2, many_messages, shared_memory=True):
         assert wrong == 0

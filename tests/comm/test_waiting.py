@@ -96,14 +96,15 @@ def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: boo
     return result
 
 
-# Calls, and whether it is a later one.
-WAITS = [
-    *(("handshake", False), ("ring", False), ("layer", False), ("tp_sp", False), ("init_mesh", False)),
-    *(("handshake", True), ("ring", True), ("ulysses", True), ("layer with a length", True), ("init_mesh", True)),
-]
+# Calls, and whether it is a later one. Every case waits for the timeout; `make test-fast` runs two of them.
+WAITS = [(name, False) for name in ("handshake", "ring", "layer", "tp_sp", "init_mesh")]
+WAITS += [(name, True) for name in ("handshake", "ring", "ulysses", "layer with a length", "init_mesh")]
+FAST = ("handshake", False), ("ring", True)
 
 
-@pytest.mark.parametrize(("name", "ready"), WAITS)
+@pytest.mark.parametrize(
+    ("name", "ready"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in WAITS]
+)
 def test_one_rank_raises_in_a_constructor(own: OwnPool, name: str, ready: bool) -> None:
     results = own.pool.run(3, one_rank_raises_before, own.port, name, ready, deadline_s=40)
     kind, message, _ = results.pop(1)
@@ -305,6 +306,7 @@ def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
         return result
 
 
+@pytest.mark.slow
 def test_a_rank_is_missing_in_a_handshake_between_gpus(own: OwnPool) -> None:
     kind, message, _ = own.pool.run(2, wait_between_gpus, own.port, deadline_s=30)[0]
     assert kind == "RuntimeError" and "rank(s) [1] of the group did not arrive" in message, message
@@ -321,6 +323,7 @@ def error_that_nobody_waits_for(group: ProcessGroup, port: int) -> tuple[str, st
         return error_of(lambda: attend(group=world, layout="zig"))
 
 
+@pytest.mark.slow
 def test_an_error_is_shown_soon_though_no_other_rank_comes(own: OwnPool) -> None:
     kind, message, seconds = own.pool.run(2, error_that_nobody_waits_for, own.port)[1]
     assert kind == "ValueError" and "layout" in message and seconds < 20

@@ -16,6 +16,7 @@ FLOORS = (
         "library",
         "heads",
         "mask",
+        "mask_rules",
         "mesh",
         "placement",
         "compile_types",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import startup
@@ -157,13 +158,21 @@ def test_bad_arguments(
 
 def test_hosts_of_a_simulated_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process plays a rank of many: hosts have LOCAL_WORLD_SIZE ranks each."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
     try:
         mesh = seqpar.init_mesh(dp=2, ring=-1, device_type="cpu")
         assert ranks_by_host(mesh.get_group("ring")) == (tuple(range(8)),)
         assert ranks_by_host(mesh.get_group("dp")) == ((0,), (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_mesh_with_ulysses_before_ring() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
+        with pytest.raises(ValueError, match="expected 'ring' before 'ulysses'"):
+            seqpar.Sharding(8, "zigzag", mesh=mesh)
     finally:
         dist.destroy_process_group()

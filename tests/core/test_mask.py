@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from seqpar import Mask
 
 from ..generators import rules_and_length
-from ..reference import BATCH_RULES, RULES, Rules, combined_mask, rules_id, visible_pairs
+from ..problems import BATCH_RULES, RULES
+from ..reference import Rules, combined_mask, rules_id, visible_pairs
 
 
 def as_rows(dense: torch.Tensor) -> torch.Tensor:

@@ -46,6 +46,7 @@ def test_results_come_by_rank(pool: Pool, world: int) -> None:
     assert all(total.item() == world * (world + 1) // 2 for *_, total in results)
 
 
+@pytest.mark.slow
 def test_failures_end_within_the_deadline() -> None:
     pool = Pool(ranks=2, deadline_s=2)
     try:

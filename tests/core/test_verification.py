@@ -20,6 +20,7 @@ from seqpar import Mask
 from ..pool import Pool, on_ranks
 
 TOKENS, VOCABULARY = 24, 11
+LOCAL = Mask.causal(window=TOKENS)  # stands for attention that was not replaced: each rank attends to its own tokens
 
 
 class Decoder(nn.Module):
@@ -44,7 +45,11 @@ class Decoder(nn.Module):
             x = sharding.shard(x)
         q, k, v = self.qkv(x).unflatten(2, (3, 2, 8)).unbind(2)
         strategy: Any = "local" if sharding is None else "ring"
-        attended = seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding)
+        if mask is LOCAL:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        else:
+            attended = seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding)
         logits: Tensor = self.head(x + attended.flatten(2))
         return logits
 
@@ -83,12 +88,15 @@ class Run:
             positions = torch.arange(len(ids[0])) if mistake == "positions" else sharding.positions()
         if mistake == "labels":
             labels = ids.roll(-1, 1)
-        logits = self.model(ids, positions, sharding, stem, Mask.full() if mistake == "mask" else Mask.causal())
+        mask = {"mask": Mask.full(), "not replaced": LOCAL}.get(mistake, Mask.causal())
+        logits = self.model(ids, positions, sharding, stem, mask)
         gradients: Any = {"averaged": "sum", "mean without a wrapper": "mean"}.get(mistake, "auto")
         if mistake in ("local mean", "uneven"):
             loss = self.losses(logits, labels, "mean")
         else:
-            loss = seqpar.token_loss(self.losses(logits, labels), labels, sharding=sharding, gradients=gradients)
+            losses = self.losses(logits, labels)
+            counted = labels.clamp(min=0) if mistake == "counted" else labels
+            loss = seqpar.token_loss(losses, counted, sharding=sharding, gradients=gradients)
         loss.backward()
         if mistake == "stem summed":
             for p in self.model.parameters():
@@ -110,6 +118,8 @@ MISTAKES = {
     "positions": "positions: the step did not",
     "labels": "labels that were shifted after",
     "mask": "another mask",
+    "not replaced": "the step computed no attention of seqpar",
+    "counted": "the ignore_index of the reference",
 }
 
 
@@ -130,6 +140,7 @@ def reports(group: ProcessGroup, seed: int) -> dict[str, tuple[bool, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_right_steps_and_planted_mistakes(pool: Pool) -> None:
     by_rank = pool.run(2, reports, torch.seed() % 2**31)
     assert by_rank[0] == by_rank[1]  # the report is the same on every rank

@@ -37,7 +37,6 @@ from .workers import VOCAB, make_batch, tiny
 
 pytestmark = pytest.mark.slow
 LOSS = 1e-4
-ROOT = Path(__file__).parents[2]
 Run = tuple[list[float], dict[str, float]]
 
 
@@ -490,8 +489,9 @@ parallelism_config:
 
 
 def accelerate_launch(out: Path, arguments: list[str]) -> None:
-    """``accelerate launch``, with ``out`` as the standard output of the ranks, which are new processes."""
-    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    """``accelerate launch``, with ``out`` as the standard output of the ranks."""
+    # The ranks are forks of this process, which import nothing again.
+    os.environ.update(ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1", PET_RUN_PATH="1", PET_START_METHOD="fork")
     with out.open("w") as file:
         os.dup2(file.fileno(), 1)
     sys.argv[1:] = arguments

@@ -329,7 +329,10 @@ def test_lora(pool: Pool, targets: list[str], before: bool) -> None:
 def compiled(
     group: ProcessGroup, what: str, strategy: Any, batches: list[Batch], losses: list[float], expected: Result
 ) -> tuple[int, int]:
-    """Compile each decoder layer or the decoder, as one graph each, or the whole model. Returns numbers of graphs."""
+    """Compile each decoder layer or the decoder, as one graph each, or the whole model, which then shards one batch.
+
+    Returns the numbers of graphs after the first step and after all steps.
+    """
     torch._dynamo.reset()
     graphs = 0
 
@@ -342,8 +345,9 @@ def compiled(
     for module in {"layers": [*model.model.layers], "decoder": [model.model], "model": [model]}[what]:
         module.compile(backend=backend, fullgraph=what != "model")
     first = 0
-    for batch, of_one in zip(batches, losses, strict=True):
-        loss = model(**seqpar.hf.shard_batch(batch, group=group)).loss
+    for number, (batch, of_one) in enumerate(zip(batches, losses, strict=True)):
+        in_full = what == "model" and number == 1
+        loss = model(**(batch if in_full else seqpar.hf.shard_batch(batch, group=group))).loss
         (loss / len(batches)).backward()
         assert abs(loss.item() - of_one) < LOSS
         first = first or graphs

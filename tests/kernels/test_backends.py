@@ -100,14 +100,14 @@ def test_wide_heads_on_a_gpu_run_on_triton(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
-    def chosen(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16, carry: bool = True) -> str:
+    def chosen(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str:
         q, k = (torch.empty(1, 8, heads, head_dim, dtype=dtype, device="cuda") for heads in (16, 1))
-        return select("auto", q, k, Score(1.0), carry=carry, v_head_dim=v_head_dim).name
+        return select("auto", q, k, Score(1.0), v_head_dim=v_head_dim).name
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for dims in ((512, 512), (576, 512)):
-            assert [chosen(*dims, carry=carry) for carry in (True, False)] == ["triton"] * 2
+            assert chosen(*dims) == "triton"
     with pytest.warns(RuntimeWarning, match=r"head_dim=576 \(at most head_dim=576 of q and k, 512 of v in torch.bf"):
         assert chosen(576, 576) == "reference"
     with pytest.warns(

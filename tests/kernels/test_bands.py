@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from seqpar.kernels.bands import Abilities, Call, cut
-from seqpar.kernels.block_lists import block_lists
+from seqpar.kernels.block_lists import _ranges, block_lists, longest_lists, too_long
 from seqpar.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import attention_plan
 from seqpar.schedule.rows import KeyIntervals
 
-from ..reference import BATCH_RULES, RULES, Rule, combined_mask, fitted
+from ..problems import BATCH_RULES, RULES
+from ..reference import Rule, combined_mask, fitted
 from ..standins import band_mask
 
 LONG = (
@@ -65,7 +67,7 @@ def test_calls_compute_each_visible_pair_once(layout: str, ranks: int) -> None:
         Abilities(gaps=True),
         Abilities(),
         Abilities(packs=False),
-        Abilities(windows=False, packs=False, fewest_keys=2),
+        Abilities(windows=False, packs=False, fewest=2),
     ]
     cuts = 0
     for rules, seq_len in cases:
@@ -165,16 +167,34 @@ def test_block_lists(by_keys: bool) -> None:
         hi = torch.tensor([[chance.randint(0, k_len) for _ in range(q_len)] for _ in range(2)]).sort(-1).values.int()
         hi = torch.maximum(lo, hi)
         seen = seen_by(KeyIntervals(lo, hi, lo, lo), k_len)
-        lists = block_lists(lo, hi, k_len, 8, 4, by_keys=by_keys)
+        masked, full = (max(1, int(x.max())) for x in _ranges(lo, hi, k_len, 8, 4, by_keys).counts)
+        lists = block_lists(lo, hi, k_len, 8, 4, (masked, full), by_keys=by_keys)
         for b in range(2):
             for q0 in range(0, q_len, 8):
                 for k0 in range(0, k_len, 4):
                     block = seen[b, q0 : q0 + 8, k0 : k0 + 4]
                     outer, inner = (k0 // 4, q0 // 8) if by_keys else (q0 // 8, k0 // 4)
-                    masked = lists.masked[b, 0, outer, : lists.masked_count[b, 0, outer]].tolist()
-                    full = lists.full[b, 0, outer, : lists.full_count[b, 0, outer]].tolist()
-                    assert len(set(masked + full)) == len(masked + full)
-                    if inner in full:
+                    with_mask = lists.masked[b, 0, outer, : lists.masked_count[b, 0, outer]].tolist()
+                    without = lists.full[b, 0, outer, : lists.full_count[b, 0, outer]].tolist()
+                    assert len(set(with_mask + without)) == len(with_mask + without)
+                    if inner in without:
                         assert block.all() and k0 + 4 <= k_len
                     elif block.any():
-                        assert inner in masked
+                        assert inner in with_mask
+
+
+def test_block_lists_grow_with_the_tokens() -> None:
+    """The lists of a window are as long for 32k tokens as for 128k. The lists of a causal mask are cut off."""
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+        for by_keys in (False, True):
+            lengths = []
+            for tokens in (1 << 15, 1 << 17):
+                q = torch.empty(1, tokens, 1, 8, device="meta")
+                end = torch.arange(1, tokens + 1).int()[None]
+                window = KeyIntervals((end - 1024).clamp(min=0), end, end[0], end[0])
+                lengths.append(longest_lists(window, q, q, by_keys))
+                assert not too_long(window, q, q)
+            assert lengths[0] == lengths[1] and sum(lengths[0]) <= 1024 // 128 + 2
+        tokens = 1 << 19
+        q, end = torch.empty(1, tokens, 1, 8, device="meta"), torch.arange(1, tokens + 1).int()[None]
+        assert too_long(KeyIntervals(torch.zeros_like(end), end, end[0], end[0]), q, q)

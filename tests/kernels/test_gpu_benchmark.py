@@ -1,13 +1,17 @@
-"""``benchmarks/gpu.py`` without a GPU: what its times mean, and which measurements it skips when time runs out.
+"""``benchmarks/gpu.py`` without a GPU: what its times mean, what a broken task costs, and which tasks it leaves out.
 
-``test_triton_kernels.py`` runs all of it on tiny shapes in the interpreter.
+``test_triton_interpreter.py`` runs all of its functions on tiny shapes in the interpreter.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -18,18 +22,63 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
+# A process of the runner that does what its task says: a list of steps and what happens in each.
+WORKER = """
+import json, os, pathlib, subprocess, sys, time
+from gpu_report import Rows
+
+def lost():
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+line = sys.stdin.readline()
+if not line:
+    sys.exit()
+task = json.loads(line)
+rows = Rows(pathlib.Path(sys.argv[1]), frozenset(task["skip"]), lambda: None)
+rows.add("begin", task["name"])
+for step, action in task["arguments"]:
+    def run():
+        if action == "hangs":
+            child = subprocess.Popen(["sleep", "600"])
+            pathlib.Path(os.environ["CHILDREN"]).write_text(str(child.pid))
+            time.sleep(600)
+        if action == "aborts":
+            print("ptxas died", flush=True)
+            os.abort()
+        if action == "loses the GPU":
+            rows.check_gpu = lost
+            lost()
+        if action == "has a cause":
+            try:
+                int("no number")
+            except ValueError as error:
+                raise RuntimeError("the kernel failed") from error
+        return True
+    if action == "ends the process":
+        print("no such module", flush=True)
+        sys.exit(1)
+    if rows.attempt(step, run):
+        rows.add("check", step, errors={}, passed=True)
+"""
 
 
 @pytest.fixture(scope="module")
-def gpu() -> ModuleType:
-    """The benchmark as a module."""
-    path = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look up their module
-    spec.loader.exec_module(module)
-    return module
+def folder() -> Iterator[None]:
+    """The modules of the benchmark can be imported."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield
+
+
+@pytest.fixture
+def gpu(folder: None) -> ModuleType:
+    return importlib.import_module("gpu")
+
+
+@pytest.fixture
+def speed(folder: None) -> ModuleType:
+    return importlib.import_module("gpu_speed")
 
 
 class FakeGpu:
@@ -68,13 +117,13 @@ class FakeGpu:
 
 
 @pytest.fixture
-def fake_gpu(gpu: ModuleType) -> Iterator[FakeGpu]:
+def fake_gpu(speed: ModuleType) -> Iterator[FakeGpu]:
     fake = FakeGpu()
     clock = SimpleNamespace(perf_counter=lambda: fake.host / 1e6)
     cuda = {"Event": fake.event, "_sleep": fake.sleep, "synchronize": fake.synchronize}
     with (
         mock.patch.multiple(torch.cuda, **cuda),
-        mock.patch.multiple(gpu, DEVICE=torch.device("cuda"), time=clock, _cycles={}),
+        mock.patch.multiple(speed, DEVICE=torch.device("cuda"), time=clock, _cycles={}),
     ):
         yield fake
 
@@ -87,85 +136,176 @@ def launches(fake: FakeGpu, count: int) -> Callable[[], None]:
     return thunk
 
 
-def test_the_gpu_does_not_wait_for_the_host(gpu: ModuleType, fake_gpu: FakeGpu) -> None:
+def test_the_gpu_does_not_wait_for_the_host(speed: ModuleType, fake_gpu: FakeGpu) -> None:
     """Kernels of 10 us, each of which takes the host 50 us to launch."""
-    assert gpu.timed("few", launches(fake_gpu, 10)) == (pytest.approx(0.1), pytest.approx(500), True)
+    assert speed.timed("few", launches(fake_gpu, 10)) == (pytest.approx(0.1), pytest.approx(500), True)
     assert fake_gpu.sleeps == [1 << 21]
-    timing = gpu.timed("many", launches(fake_gpu, 100))  # 5 ms of the host: more than the first kernel takes
+    timing = speed.timed("many", launches(fake_gpu, 100))  # 5 ms of the host: more than the first kernel takes
     assert timing == (pytest.approx(1.0), pytest.approx(5000), True)
     assert fake_gpu.sleeps[1:] == [1 << 21, 1 << 22, 1 << 23, 1 << 24]
-    gpu.timed("many", launches(fake_gpu, 100))
+    speed.timed("many", launches(fake_gpu, 100))
     assert fake_gpu.sleeps[5:] == [1 << 24]  # as long as last time
-    medians = gpu.interleaved({"few": launches(fake_gpu, 10), "many": launches(fake_gpu, 100)}, 3)
+    medians = speed.interleaved({"few": launches(fake_gpu, 10), "many": launches(fake_gpu, 100)}, 3)
     assert [round(x.ms, 3) for x in medians.values()] == [0.1, 1.0]
 
 
-def test_a_call_that_waits_for_the_gpu_is_told_apart(gpu: ModuleType, fake_gpu: FakeGpu) -> None:
+def test_a_call_that_waits_for_the_gpu_is_told_apart(speed: ModuleType, fake_gpu: FakeGpu) -> None:
     def thunk() -> None:
         fake_gpu.launch(50.0, 10.0)
         fake_gpu.synchronize()
 
-    assert not gpu.timed("waits", thunk).queued
+    assert not speed.timed("waits", thunk).queued
     assert max(fake_gpu.sleeps) == 1 << 28  # and no longer
 
 
-def test_an_empty_queue_would_measure_the_host(gpu: ModuleType, fake_gpu: FakeGpu) -> None:
+def test_an_empty_queue_would_measure_the_host(speed: ModuleType, fake_gpu: FakeGpu) -> None:
     """What the tests above rely on."""
-    with mock.patch.object(torch.cuda, "_sleep"), mock.patch.object(gpu, "_MOST_CYCLES", 1):
-        timing = gpu.timed("few", launches(fake_gpu, 10))
+    with mock.patch.object(torch.cuda, "_sleep"), mock.patch.object(speed, "_MOST_CYCLES", 1):
+        timing = speed.timed("few", launches(fake_gpu, 10))
     assert timing.ms > 0.4 and not timing.queued
 
 
-def test_the_least_important_rows_are_left_out(gpu: ModuleType) -> None:
-    now, ran, saved = [0.0], list[str](), list[list[str]]()
+@pytest.fixture
+def run_tasks(gpu: ModuleType, tmp_path: Path) -> Callable[..., Any]:
+    """Runs tasks of the worker above, and returns the report."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
 
-    def task(name: str, expected: float, takes: float) -> Any:
-        def run(report: Any) -> None:
-            now[0] += takes
-            ran.append(name)
-            if name == "fails":
-                raise RuntimeError("no such kernel")
+    def run(*tasks: Any, seconds: float = 60.0, jobs: int = 1) -> Any:
+        report = gpu.Report({"gpu": "NVIDIA H200"})
+        environment = {"PYTHONPATH": str(ROOT / "benchmarks"), "CHILDREN": str(tmp_path / "children")}
+        with gpu.Runner([sys.executable, str(worker)], report, tmp_path / "out", "", seconds, jobs, environment) as run:
+            run.run(tasks)
+            assert all(process.process.poll() is None for process in run._waiting)
+        assert all(process.process.poll() is not None for process in run._waiting)
+        return report
 
-        return gpu.Task(name, expected, run)
-
-    tasks = [
-        task("first", 10, 10),
-        task("slow", 20, 40),  # this GPU takes twice as long as an H200
-        task("too long", 30, 30),
-        task("fails", 5, 5),
-        task("short", 10, 20),
-        task("last", 20, 20),
-    ]
-    report = gpu.Report({"gpu": None})
-    gpu.run_in_time(tasks, report, 100, lambda _: saved.append(list(ran)), lambda: now[0])
-    assert ran == ["first", "slow", "fails", "short"] and now[0] <= 100
-    assert saved == [ran[: i + 1] for i in range(4)]  # after every row
-    left_out = ["too long: takes 60 s, and 50 s were left", "last: takes 40 s, and 25 s were left"]
-    assert report.skipped == [left_out[0], "fails: RuntimeError: no such kernel", left_out[1]]
+    return run
 
 
-def test_rows_in_the_order_of_their_importance_fit_into_eight_minutes(gpu: ModuleType) -> None:
-    tasks = gpu.tasks(smoke=False)
-    assert len({task.name for task in tasks}) == len(tasks)
-    important = {"checks, bfloat16, head_dim 128", "16384 tokens, head_dim 128, heads 16/16, causal=True",
-                 "ring at 65536 tokens", "carry, 8192 queries, 4096 keys"}  # fmt: skip
-    before, seconds = set(), 0.0
-    for task in tasks:
-        before.add(task.name)
-        seconds += task.seconds
-        if important <= before:
-            break
-    assert important <= before and seconds < 120
-    assert sum(task.seconds for task in tasks) > 450  # so that the budget decides
+def steps(gpu: ModuleType, *actions: str, **options: Any) -> Any:
+    """A task whose steps are named after what happens in them."""
+    options = {"limit": 20.0, "alone": False} | options
+    pairs = [(f"{action} {i}", action) for i, action in enumerate(actions)]
+    return gpu.Task("checks", f"task of {len(actions)}", 0, "", pairs, **options)
 
 
-def test_partial_results_are_written(gpu: ModuleType, tmp_path: Path) -> None:
-    report = gpu.Report({"gpu": "NVIDIA H200", "torch": "2", "triton": "3", "cudnn": 9})
-    report.carry.append({"queries": 8, "keys": 4, "ms": {}, "cost": {"out": 0.01, "in and out": 0.02, "in, last": 0.0}})
-    report.write(tmp_path)
-    report.skipped.append("flex: too long")
-    report.write(tmp_path)
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["gpu-nvidia-h200.json", "gpu-nvidia-h200.md"]
-    text = (tmp_path / "gpu-nvidia-h200.md").read_text()
-    assert "# NVIDIA H200" in text and "| 8 | 4 | 1.0 % | 2.0 % | 0.0 % |" in text and "* flex: too long" in text
-    assert json.loads((tmp_path / "gpu-nvidia-h200.json").read_text())["carry"][0]["keys"] == 4
+def outcomes(report: Any) -> list[tuple[str, str]]:
+    return [(row["kind"], row["what"]) for row in report.rows]
+
+
+def test_a_step_that_hangs_costs_one_row(gpu: ModuleType, run_tasks: Callable[..., Any], tmp_path: Path) -> None:
+    """It is killed with its children, and the other steps of its task are done by another process."""
+    report = run_tasks(steps(gpu, "works", "hangs", "works", limit=1.0))
+    assert outcomes(report) == [("check", "works 0"), ("failure", "hangs 1"), ("check", "works 2")]
+    assert report.rows[1]["error"] == "no result after 1 s: killed" and report.rows[1]["task"] == "task of 3"
+    assert report.tasks[0]["ends"] == ["no result after 1 s: killed", "ended"]
+    child = int((tmp_path / "children").read_text())
+    state = Path(f"/proc/{child}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+    stored = json.loads((tmp_path / "out" / "gpu-nvidia-h200.json").read_text())
+    assert stored["rows"] == report.rows
+    assert "* FAILED: task of 3: hangs 1: no result after 1 s" in (tmp_path / "out" / "gpu-nvidia-h200.md").read_text()
+
+
+def test_a_lost_gpu_costs_one_row(gpu: ModuleType, run_tasks: Callable[..., Any]) -> None:
+    """After an illegal access every later call of the process fails, so another process goes on."""
+    report = run_tasks(steps(gpu, "works", "loses the GPU", "aborts", "works"))
+    assert outcomes(report) == [
+        ("check", "works 0"), ("failure", "loses the GPU 1"), ("failure", "aborts 2"), ("check", "works 3"),
+    ]  # fmt: skip
+    assert report.rows[1]["error"].startswith("RuntimeError: CUDA error: an illegal memory access")
+    assert report.rows[2]["error"] == "exit status -6\nptxas died"
+    assert [end.split("\n")[0] for end in report.tasks[0]["ends"]] == ["exit status 3", "exit status -6", "ended"]
+
+
+def test_the_causes_of_an_error_are_reported(
+    gpu: ModuleType, run_tasks: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run_tasks(steps(gpu, "has a cause", "works"), steps(gpu, "ends the process"))
+    assert outcomes(report) == [("failure", "has a cause 0"), ("check", "works 1"), ("failure", "task of 1")]
+    first, second = report.rows[0]["error"].split("\n")
+    assert first.startswith("ValueError: invalid literal for int") and first.endswith(" run]")
+    assert second.startswith("RuntimeError: the kernel failed [worker.py:")
+    assert report.rows[2]["error"] == "exit status 1\nno such module"
+    assert first in capsys.readouterr().out  # at once
+
+
+def test_tasks_run_side_by_side_or_alone_and_end_in_time(gpu: ModuleType, run_tasks: Callable[..., Any]) -> None:
+    began = time.monotonic()
+    report = run_tasks(
+        steps(gpu, "works"),
+        steps(gpu, "works", "works"),
+        steps(gpu, "works", "hangs", "works", alone=True),
+        steps(gpu, "works", "works", "works", "works", alone=True),
+        seconds=4.0,
+        jobs=2,
+    )
+    assert time.monotonic() - began < 15
+    kinds = [kind for kind, _ in outcomes(report)]
+    assert kinds == ["check"] * 4 + ["failure", "skipped"]
+    assert report.rows[4]["error"] == "the time of all tasks was over: killed"
+    assert report.rows[5]["why"] == "takes 0 s, and 0 s were left"
+
+
+def test_what_matters_most_comes_first(gpu: ModuleType) -> None:
+    tasks = gpu.tasks(smoke=False, backends=["triton", "cudnn", "flash"], tools=["compute-sanitizer"])
+    names = [task.name for task in tasks]
+    assert len(set(names)) == len(names) and {task.part for task in tasks} == set(gpu.PARTS)
+    important = {"16384 tokens, head_dim 128, heads 16/16, causal=True", "ring at 65536 tokens, head_dim 128"}
+    last = max(names.index(name) for name in important)
+    assert sum(task.seconds for task in tasks[: last + 1] if task.alone) < 60
+    assert [task.function for task in tasks[-4:]] == ["measure_flex", "measure_flex", "two_shapes", "two_shapes"]
+    assert all(dict(task.environment) == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} for task in tasks[-2:])
+    hops = {tuple(task.arguments[2:]) for task in tasks if task.part == "hops"}
+    lengths, head_dims = (8192, 16384, 32768, 65536, 131072), (64, 128, 256)
+    assert hops == {(s, n, d) for s in ("ring", "all-gather", "ulysses") for n in lengths for d in head_dims}
+
+
+def test_the_measured_tiles_are_candidates_for_tuning(
+    gpu: ModuleType, speed: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from seqpar.triton_kernels import configs
+
+    monkeypatch.setattr(configs, "architecture", lambda device: "sm_90")
+    tasks = gpu.tasks(smoke=False, backends=["triton"])
+    assert {task.arguments[1:] for task in tasks if task.part == "tiles"} == set(speed._TILES)
+    for (kernel, head_dim), cells in speed._TILES.items():
+        known = configs.candidates(kernel, torch.device("cuda", 9), head_dim, torch.bfloat16)
+        assert {configs.parse_cell(cell) for cell in cells} <= set(known[1:]), (kernel, head_dim)
+
+
+@pytest.mark.slow
+def test_it_runs_from_a_checkout_without_an_installed_package(tmp_path: Path) -> None:
+    """In an environment that has PyTorch, Triton, numpy and einops, but not seqpar. Another package is named tests."""
+    checkout, installed = tmp_path / "checkout", tmp_path / "installed"
+    for name in ("seqpar", "triton_kernels", "benchmarks", "tests"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    (installed / "tests").mkdir(parents=True)
+    (installed / "tests" / "__init__.py").touch()
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        if "seqpar" not in entry.name and not (installed / entry.name).exists():
+            (installed / entry.name).symlink_to(entry)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=60)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "all.pth").write_text(str(installed))
+    python = tmp_path / "venv" / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    assert "No module named 'seqpar'" in run("-c", "import seqpar").stderr
+    done = run(checkout / "benchmarks" / "gpu.py", "--smoke", "--only", "check_contact forward")
+    assert done.returncode == 0 and "checks: 1 passed; failed: 0" in done.stdout, done.stdout + done.stderr
+    if not torch.cuda.is_available():
+        alone = run(checkout / "benchmarks" / "gpu.py", "--out", tmp_path / "out")
+        assert alone.returncode == 2 and "no GPU here; without one only" in alone.stdout

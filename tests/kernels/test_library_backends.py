@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, _fallback, _warn_of_reference, flash, order, select
+from seqpar.kernels import BACKENDS, _fallback, _warn_of_reference, block_lists, flash, order, select
 from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.elementwise import interpreted
@@ -30,19 +30,8 @@ from seqpar.schedule.rows import KeyIntervals
 
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks
-from ..reference import (
-    BATCH_RULES,
-    RULES,
-    TOLERANCE,
-    Problem,
-    Rule,
-    assert_close,
-    dense_gradients,
-    random_problem,
-    rows_of,
-    solve,
-    visible_pairs,
-)
+from ..problems import BATCH_RULES, RULES, Problem, random_problem, solve
+from ..reference import TOLERANCE, Rule, assert_close, dense_gradients, rows_of, visible_pairs
 from ..standins import LIBRARIES, SIGNATURES, backend_names, stand_ins, with_parameters
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
 
@@ -70,7 +59,7 @@ def ring_of(
     q, k, v, dout = (tensors[x] for x in ("q", "k", "v", "dout"))
     mask = problem.arguments()["mask"]
     score = Score(problem.softmax_scale or problem.head_dim**-0.5, problem.softcap, sinks=tensors.get("sinks"))
-    backend = BACKENDS[name]
+    backend = select(name, q, k, score) if name == "auto" else BACKENDS[name]
     assert backend.unavailable() is None
     assert backend.unsupported(q, k, score, lse_gradient=False, v_head_dim=v.shape[3]) is None
     if deterministic:
@@ -282,25 +271,69 @@ def test_libraries_refuse_inputs() -> None:
         assert "head_dim=192 (up to 128, 192 and 128, or 256," in why("flash_attn_4", 192)
 
 
+def test_head_dims_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def why(head_dim: int, v_head_dim: int, version: int) -> str | None:
+        q = torch.empty(1, 8, 2, head_dim, dtype=torch.bfloat16)
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+        return BACKENDS["cudnn"].unsupported(q, q, Score(0.1), lse_gradient=False, v_head_dim=v_head_dim)
+
+    with stand_ins(capability=(9, 0)):
+        assert why(256, 256, 91900) is None and why(192, 128, 91000) is None
+        assert "up to 256 with cuDNN 9.10 on compute capability 9.0" in str(why(256, 256, 90900))
+    with stand_ins(capability=(10, 0)):
+        assert why(192, 128, 91100) is None and "head_dim=256 (up to 128;" in str(why(256, 256, 91900))
+
+
+def test_cudnn_is_refused_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert BACKENDS["cudnn"].unavailable() is None
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    assert "unset it" in str(BACKENDS["cudnn"].unavailable())
+
+
+def test_cudnn_gets_dense_outputs() -> None:
+    """A compiled backward depends on the layouts of out and dout, and PyTorch looks up the layouts of q, k and v."""
+    q, k, v = (torch.randn(2, 8, 2, 16).bfloat16() for _ in range(3))
+    first, end, positions = torch.zeros(1, 8).int(), torch.full((1, 8), 8).int(), torch.arange(8).int()
+    seen = KeyIntervals(first, end, positions, positions)
+    found = []
+    with stand_ins():
+        out, lse = BACKENDS["cudnn"].forward(q, k, v, seen, Score(0.25), None, True)
+        dout = torch.randn_like(out)
+        for wide in (False, True):
+            of_more = [torch.cat((x, x), dim=2)[:, :, :2] if wide else x for x in (dout, out)]  # of some of the heads
+            dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+            output = OutputGrad(of_more[0], of_more[1], lse, None)
+            BACKENDS["cudnn"].backward(q, k, v, output, seen, Score(0.25), Grads(dq, dk, dv, True, True))
+            found.append(torch.stack((dq, dk, dv)))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
 def test_the_order_on_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
-        alone, merged = list(order(q, carry=False)), list(order(q, carry=True))
-    assert sorted(alone) == sorted(merged) == sorted(BACKENDS)
-    assert merged[0] == "triton" and merged[-2:] == alone[-2:] == ["cpu", "reference"]
-    assert alone[0] == {8: "flash_attn", 9: "flash_attn_4", 10: "flash_attn_4", 12: "flash_attn"}[capability[0]]
+        names = list(order(q))
+    assert sorted(names) == sorted(BACKENDS) and names[-2:] == ["cpu", "reference"]
+    assert names[0] == {8: "flash_attn", 9: "flash_attn_4", 10: "flash_attn_4", 12: "flash_attn"}[capability[0]]
 
 
-def test_auto_takes_a_library_where_nothing_is_merged(monkeypatch: pytest.MonkeyPatch) -> None:
-    with stand_ins():
-        q = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
-        monkeypatch.setattr("seqpar.kernels.order", lambda q, carry: ["cpu", "cudnn"] if carry else ["cudnn", "cpu"])
-        assert select("auto", q, q, Score(1.0)).name == "cpu"
-        assert select("auto", q, q, Score(1.0), carry=False).name == "cudnn"
-        assert select("auto", q, q, Score(1.0), carry=False, deterministic=True).name == "cpu"
+@pytest.mark.parametrize("rules", ["causal", "sliding_window"])
+def test_auto_merges_the_steps_of_a_library(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN computes the steps of a ring that are rectangles or causal squares. Triton computes the others."""
+    rule = Rule(rules) if rules == "causal" else Rule(rules, (40, 0))
+    problem = plain_problem(6, seq_len=64, heads=2, kv_heads=2, rules=(rule,))
+    monkeypatch.setattr("seqpar.kernels.order", lambda q: ["cudnn", "cpu"])
+    with stand_ins() as kernels, seqpar.trace() as traced:
+        check(ring_of("auto", problem, 4, "zigzag"), problem)
+        q, k = (problem.tensors()[x] for x in "qk")
+        assert select("auto", q, k, Score(1.0), deterministic=True).name == "cpu"
+    assert kernels.calls["forward"] and traced.backends["cudnn"]
+    assert ("reference" in traced.backends) == (rules != "causal")  # in the place of triton on a CPU
 
 
 def test_unknown_masks_run_on_another_backend() -> None:
@@ -314,6 +347,9 @@ def test_unknown_masks_run_on_another_backend() -> None:
         with stand_ins() as kernels:  # one call, with lists of blocks
             check(ring_of("flash_attn_4", problem, 3, "striped", gather=gather), problem)
             assert (kernels.calls["masked"] > 0) == gather
+        with stand_ins() as kernels, mock.patch.object(block_lists, "_MOST_BYTES", 0):
+            check(ring_of("flash_attn_4", problem, 3, "striped", gather=gather), problem)
+            assert not kernels.calls["masked"]
     with stand_ins() as kernels, seqpar.trace() as trace:  # an older version takes blocks of one size only
         sparse: Any = sys.modules["flash_attn.cute.block_sparsity"]
         sparse.BlockSparseTensorsTorch = SimpleNamespace(_fields=("mask_block_cnt", "mask_block_idx"))

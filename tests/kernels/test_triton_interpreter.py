@@ -7,6 +7,7 @@ Triton reads TRITON_INTERPRET when it is imported. These tests therefore need a 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from dataclasses import dataclass, field
 from inspect import signature
@@ -36,11 +37,12 @@ from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
 
-from ..interpreter import patch_language_once
+from ..interpreter import make_faster
 from ..reference import Rule, Rules, combined_mask, dense_gradients, dropout_keep, visible_pairs
+from ..standins import stand_ins
 
 torch.set_num_threads(1)
-patch_language_once()
+make_faster()
 LENGTH = 48  # two tiles, the second of them not full
 TILES = Config(32, 32)
 BOTH = True, False  # deterministic or not
@@ -539,8 +541,27 @@ def test_compiling_raises_in_the_interpreter() -> None:
         next(inspect(small_cases(["sm_90"])))
 
 
-def test_the_gpu_benchmark_runs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every function, in this process. ``test_gpu_benchmark.py`` tests the processes."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    assert importlib.import_module("gpu").main(["--smoke"]) == 0
-    printed = capsys.readouterr().out
-    assert "every part ran" in printed and "0 failed" in printed
+    gpu, *modules = (importlib.import_module(name) for name in ("gpu", "gpu_checks", "gpu_speed"))
+    path, report = tmp_path / "rows.jsonl", gpu.Report({"gpu": "a CPU"})
+    with stand_ins():
+        for task in gpu.tasks(True, ["triton", "cudnn"]):
+            functions = [getattr(module, task.function) for module in modules if hasattr(module, task.function)]
+            functions[0](importlib.import_module("gpu_report").Rows(path), *task.arguments)
+    report.rows = [{"task": "", **json.loads(line)} for line in path.read_text().splitlines()]
+    assert not report.failed(), report.failed()
+    assert {row["why"] for row in report.of("skipped")} == {"no softcap"}
+    kinds = {"begin", "check", "skipped", "speed", "hops", "carry", "tiles", "elementwise"}
+    assert {row["kind"] for row in report.rows} == kinds
+    ran = {row["strategy"]: row["ran"] for row in report.of("hops")}
+    assert ran["ring"] == {"triton": {"triton": 2}, "cudnn": {"cudnn": 2}}
+    assert ran["ulysses"] == {"triton": {"triton": 1}, "cudnn": {"cudnn": 1}}
+    checked = {row["what"]: row["ran"] for row in report.of("check")}
+    assert checked["cudnn, float16, head_dim 32, causal, 3 steps, softcap 0.0"] == {"cudnn": 6}
+    assert checked["cudnn, float16, head_dim 32, window, 1 steps, softcap 0.0"] == {"reference": 2}  # no such kernel
+    tables = gpu.markdown(report)
+    assert "| ring | 64 | 32 | backward | cudnn | cudnn 2 |" in tables
+    assert "| 64 | 1 | 64 | 2/1 | causal |" in tables

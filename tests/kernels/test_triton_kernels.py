@@ -7,12 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -44,6 +49,64 @@ def test_kernels_compile(kernel: str, head_dim: int) -> None:
     case = next(c for c in cases if (c.kernel, c.head_dim, c.dtype) == (kernel, head_dim, torch.bfloat16))
     (row,) = inspect(iter([case]))
     assert not row["wrong"] and row["matrix"] == ("wgmma" if kernel == "forward" else ""), row
+
+
+def test_what_an_iteration_waits_for() -> None:
+    """Disassembled code of two loops, and behind the end of the kernel a wait that jumps back into the second one."""
+    from tools.compiled import _loops
+
+    lines = [
+        "STL [R1], R4",
+        "HGMMA.64x128x16.F32 R24, gdesc[UR16], R24", "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR8], R18", "@!P4 BRA 0x0230",
+        "WARPGROUP.DEPBAR.LE gsb0, 0x0", "BAR.SYNC.DEFER_BLOCKING 0x0", "@P4 BRA 0x0010",
+        "HMMA.16816.F32.BF16 R4, R8, R12, R4", *["FADD R4, R4, R4"] * 20, "HMMA.16816.F32.BF16 R4, R8, R12, R4",
+        "LDL R4, [R1]", "BAR.SYNC 0x0", "@P1 BRA 0x0070",
+        "BAR.SYNC 0x0", "BRA 0x0210", "EXIT ",
+        "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR8], R18", "@!P4 BRA 0x0230", "BRA 0x01b0",
+    ]  # fmt: skip
+    code = "\n".join(f"        /*{16 * i:04x}*/   {line};   /* 0x0200000cffff49a7 */" for i, line in enumerate(lines))
+    assert _loops(code) == ((2, 1, 0), (0, 1, 1))
+
+
+def test_descriptors_that_cuda_accepts() -> None:
+    from seqpar.triton_kernels.configs import Config
+    from seqpar.triton_kernels.launch import describable, descriptors
+    from tools.compiled import tma_errors
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    def errors(x: torch.Tensor) -> list[str]:
+        described, tma = descriptors(Config(64, 64, tma=True), {"K": (x, 64)})
+        assert tma == describable(x)
+        box = [1, 1, 64, 64 if x.shape[-1] > 32 else 32]  # Triton splits wider rows
+        params = [SimpleNamespace(name=name) for name in ("K", "K_TAIL")]
+        launch: Any = SimpleNamespace(arguments=described, kernel=SimpleNamespace(params=params))
+        chosen = {"elem_size": 2, "block_size": box, "swizzle": 3}
+        return tma_errors(launch, [chosen] * sum(isinstance(x, TensorDescriptor) for x in described.values()))
+
+    long = empty(1, 2**31 // (64 * 128) + 512, 64, 128)
+    accepted = {
+        "head_dim 40": empty(2, 100, 4, 40),
+        "one head of three": empty(1, 100, 3, 64)[:, :, 1:2],
+        "one token": empty(3, 1, 2, 64),
+        "more than 2^31 elements": long,
+        "some of the heads": long[:, :, 8:16],
+        "every second token": empty(2, 100, 4, 64)[:, ::2],
+        "heads first": empty(2, 4, 100, 64).transpose(1, 2),
+        "part of a wider head": empty(2, 100, 4, 72)[..., :64],
+        "two tiles": empty(1, 100, 2, 576),
+    }
+    assert {name: errors(x) for name, x in accepted.items()} == {name: [] for name in accepted}
+    assert not describable(empty(2, 100, 4, 68)[..., :64])  # heads 136 bytes apart
+    rejected = TensorDescriptor(empty(2, 100, 4, 64), [2, 4, 100, 64], [2**40, 64, 256, 1], [1, 1, 64, 64])
+    launch: Any = SimpleNamespace(arguments={"K": rejected}, kernel=SimpleNamespace(params=[SimpleNamespace(name="K")]))
+    found = tma_errors(launch, [{"elem_size": 2, "block_size": [1, 1, 512, 128], "swizzle": 3}])
+    assert found == [
+        "the descriptor of K has strides [1099511627776, 64, 256, 1]",
+        "the descriptor of K has a box of [1, 1, 512, 128]",
+        "the descriptor of K has a row of 256 bytes",
+    ]
 
 
 def test_choosing_a_configuration() -> None:
@@ -256,3 +319,17 @@ def test_available_only_with_a_gpu_or_the_interpreter(monkeypatch: pytest.Monkey
     assert "no CUDA or ROCm GPU" in str(backend.unavailable())
     monkeypatch.setattr(module, "_installed", lambda: False)
     assert "not installed" in str(backend.unavailable())
+
+
+def test_the_interpreter_of_triton_3_6_is_refused_with_a_new_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy
+
+    from seqpar.kernels.elementwise import _no_interpreter
+
+    for triton_version, numpy_version, refused in (("3.6.0", "2.5.2", True), ("3.6.0", "2.3.9", False),
+                                                   ("3.7.0+git1", "2.5.0", False)):  # fmt: skip
+        monkeypatch.setattr(triton, "__version__", triton_version)
+        monkeypatch.setattr(numpy, "__version__", numpy_version)
+        _no_interpreter.cache_clear()
+        assert ("does not work with numpy 2.5.2" in str(_no_interpreter())) is refused
+    _no_interpreter.cache_clear()

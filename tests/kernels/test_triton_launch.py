@@ -182,6 +182,7 @@ def test_hooks_before_a_launch_see_every_launch(launches: Launches, monkeypatch:
     assert len(launches.take()) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_steps_of_a_backward_share_statistics(launches: Launches, deterministic: bool) -> None:
     (q, k, v), mask, score = inputs(), causal(), Score(0.1)

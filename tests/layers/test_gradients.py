@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -93,6 +93,21 @@ def test_dtensor_parameters(pool: Pool) -> None:
         assert shape == [4, 6] and weight.shape == (2, 6)
         assert (weight == (0 + 1 + 3 if rank < 4 else 4 + 5 + 7)).all()
         assert (bias == 3).all()
+
+
+@on_ranks
+def mixed_precision(group: ProcessGroup) -> tuple[torch.dtype, bool]:
+    """``fully_shard`` casts the arguments of a layer that takes a mask and a sharding."""
+    layer, policy = seqpar.ParallelAttention("ring", 32, 4, group=group), MixedPrecisionPolicy(torch.bfloat16)
+    fully_shard(layer, mesh=DeviceMesh.from_group(group, "cpu"), mp_policy=policy)
+    sharding = seqpar.Sharding(24, "zigzag", group=group)
+    y = layer(torch.randn(1, 12, 32), mask=seqpar.Mask.documents([0, 9, 24]), sharding=sharding)
+    y.sum().backward()
+    return y.dtype, all(p.grad is not None for p in layer.parameters())
+
+
+def test_fully_shard_casts_beside_masks_and_shardings(pool: Pool) -> None:
+    assert pool.run(2, mixed_precision) == [(torch.bfloat16, True)] * 2
 
 
 @on_ranks

@@ -18,7 +18,8 @@ from seqpar import Mask
 from seqpar.layout import LAYOUTS
 
 from ..pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
-from ..reference import assert_close, dense_attention, inverse_frequencies, rank_positions
+from ..reference import assert_close, dense_attention, rank_positions
+from ..rotary_reference import inverse_frequencies
 from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
 
 HIDDEN = 24
@@ -142,7 +143,7 @@ def local_layer(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "strategy", "world", "layout"),
     [
-        (name, strategy, *WORLDS_AND_LAYOUTS[(i + j) % len(WORLDS_AND_LAYOUTS)])
+        pytest.param(name, strategy, *WORLDS_AND_LAYOUTS[(i + j) % 3], marks=pytest.mark.slow if (i + j) % 3 else ())
         for i, name in enumerate(CASES)
         for j, strategy in enumerate((*STRATEGIES, "activations"))
     ],

@@ -16,7 +16,7 @@ import seqpar
 from seqpar.layers import rotary as rotary_module
 
 from ..pool import Pool, on_ranks
-from ..reference import inverse_frequencies
+from ..rotary_reference import inverse_frequencies
 
 SCALINGS: dict[str, dict[str, Any] | None] = {
     "none": None,
@@ -61,6 +61,7 @@ def test_formulas(name: str, dim: int) -> None:
     assert sin.flatten().tolist() == pytest.approx([math.sin(f) * factor for f in frequencies], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SCALINGS if name not in ("none", "default", "ntk", "linear")])
 def test_frequencies_are_those_of_transformers(name: str) -> None:
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")

@@ -18,7 +18,7 @@ import seqpar
 from seqpar.megatron.sharded_weights import shard_like
 
 from ..models import HIDDEN, Transformer, attention_layer, full, randomize
-from ..pool import Pool, mesh_of, on_ranks
+from ..pool import OwnPool, Pool, mesh_of, on_ranks
 
 # Strategy -> number of ranks. By each number some of the weights divide and others do not.
 SAVED_ON = {"local": 1, "ring": 2, "ulysses": 3, "context_parallel": 4, "hybrid": 4, "tp_sp": 4}
@@ -93,10 +93,10 @@ def trained(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def model_on(tp: int, fsdp: bool) -> Transformer:
-    """A model with sharded and replicated weights, plain ones too, in each of 8 / tp replicas or under FSDP2."""
+    """A model with sharded and replicated weights, plain ones too, in each replica or under FSDP2."""
     if tp == 1:
         return Transformer()
-    mesh = mesh_of(dp=8 // tp, ring=1, ulysses=1, tp=tp)
+    mesh = mesh_of(dp=-1, ring=1, ulysses=1, tp=tp)
     model = Transformer("tp_sp", mesh=mesh)
     if fsdp:
         fully_shard(model.attention, mesh=mesh["dp"])
@@ -134,14 +134,14 @@ def resume_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fsdp", "resumed_on"), [(False, [(2, True), (4, False)]), (True, [(1, False), (4, True)])])
-def test_the_state_of_the_optimizer_survives(
-    pool: Pool, tmp_path: Path, fsdp: bool, resumed_on: list[tuple[int, bool]]
-) -> None:
+def test_the_state_of_the_optimizer_survives(pool: Pool, own: OwnPool, tmp_path: Path) -> None:
     """From two tensor-parallel ranks to one, two and four, over which the 6 heads and 2 KV heads do not divide."""
-    pool.run(8, save_training, 2, fsdp, str(tmp_path))
-    for tp, with_fsdp in resumed_on:
-        pool.run(8, resume_training, tp, with_fsdp, str(tmp_path))
+    own.pool.run(4, save_training, 2, False, str(tmp_path / "plain"))
+    own.pool.run(4, save_training, 2, True, str(tmp_path / "fsdp"))
+    own.pool.run(4, resume_training, 2, True, str(tmp_path / "plain"))
+    own.pool.run(4, resume_training, 4, False, str(tmp_path / "plain"))
+    own.pool.run(4, resume_training, 1, False, str(tmp_path / "fsdp"))
+    pool.run(8, resume_training, 4, True, str(tmp_path / "fsdp"))
 
 
 @on_ranks

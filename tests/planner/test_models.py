@@ -21,6 +21,7 @@ from seqpar.planner.step import step
 from ..settings import H100
 
 
+@pytest.mark.slow
 def test_models_and_hardware_from_files(tmp_path: Path) -> None:
     config = {
         "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,

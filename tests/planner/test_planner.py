@@ -28,6 +28,7 @@ from ..settings import H100
 from .test_models import CONFIGS
 
 
+@pytest.mark.slow
 def test_a_plan_of_64_gpus_is_quick_and_ordered() -> None:
     start = time.process_time()
     plan = seqpar.plan("llama3-8b", seq_len=1 << 20, ranks=64, hardware="h100")

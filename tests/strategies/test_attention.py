@@ -26,20 +26,8 @@ from seqpar.strategies import call, head_exchange
 from ..cases import Batch
 from ..hosts import hosts_of
 from ..pool import Pool, mesh_of, on_ranks
-from ..reference import (
-    BATCH_RULES,
-    HEADS,
-    RULES,
-    Problem,
-    Rule,
-    Rules,
-    difference,
-    random_problem,
-    rank_positions,
-    rows_of,
-    rules_id,
-    solve,
-)
+from ..problems import BATCH_RULES, HEADS, RULES, Problem, random_problem, solve
+from ..reference import Rule, Rules, difference, rank_positions, rows_of, rules_id
 from ..strategy_cases import STRATEGIES, WORLDS
 
 IN_SHARED_MEMORY = 3  # on 3 ranks the messages go through shared memory

@@ -12,16 +12,8 @@ from torch.distributed import ProcessGroup
 import seqpar
 
 from ..pool import Pool, on_ranks
-from ..reference import (
-    RULES,
-    assert_close,
-    combined_mask,
-    dense_attention,
-    fitted,
-    rank_positions,
-    rows_of,
-    visible_pairs,
-)
+from ..problems import RULES
+from ..reference import assert_close, combined_mask, dense_attention, fitted, rank_positions, rows_of, visible_pairs
 from ..strategy_cases import STRATEGIES
 
 

@@ -22,7 +22,8 @@ from seqpar.layout import LAYOUTS
 
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks
-from ..reference import RULES, Rule, Rules, combined_mask, fitted, rank_positions, rows_of, rules_id, visible_pairs
+from ..problems import RULES
+from ..reference import Rule, Rules, combined_mask, fitted, rank_positions, rows_of, rules_id, visible_pairs
 
 TOKENS, BATCH, HEAD_DIM = 48, 2, 4
 FULL, CAUSAL = (Rule("full"),), (Rule("causal"),)

@@ -357,17 +357,18 @@ def test_inductor_has_one_mask_in_forward_and_backward() -> None:
         assert isinstance(out, Tensor)
         return out
 
-    def twice(q: Tensor, v: Tensor, sharding: Sharding) -> Tensor:
-        recomputed: Tensor = checkpoint(attend, q, v, sharding, use_reentrant=False)
-        return attend(q, v, sharding) + 2 * recomputed
+    def twice(q: Tensor, v: list[Tensor], sharding: Sharding) -> tuple[Tensor, Tensor]:
+        return attend(q, v[0], sharding), checkpoint(attend, q, v[1], sharding, use_reentrant=False)
 
-    q, v, dout = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
-    v.requires_grad_()
-    compiled: Any = torch.compile(twice, fullgraph=True)
-    out, again = (compiled(q, v, Sharding(20)) for _ in range(2))
-    (dv,) = torch.autograd.grad(out, v, dout)
-    torch.testing.assert_close((v * dv).sum(), (out * dout).sum())
-    assert not torch.equal(out, again)
+    q, *values = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
+    v, dout = [x.requires_grad_() for x in values], torch.randn(2, 1, 20, 2, 4, dtype=torch.float64).unbind()
+    # The graph needs one C++ kernel, for the random numbers. Without vector instructions, inductor compiles no others.
+    options = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
+    compiled: Any = torch.compile(twice, fullgraph=True, options=options)
+    first, second = (compiled(q, v, Sharding(20)) for _ in range(2))
+    for x, dx, out, again, grad in zip(v, torch.autograd.grad(first, v, dout), first, second, dout, strict=True):
+        torch.testing.assert_close((x * dx).sum(), (out * grad).sum())
+        assert not torch.equal(out, again)
 
 
 def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:
@@ -452,6 +453,44 @@ def check_rotary_operators(group: ProcessGroup) -> None:
 
 def test_opcheck_of_rotary_operators(pool: Pool) -> None:
     pool.run(2, check_rotary_operators, deadline_s=100.0)
+
+
+@on_ranks
+def saved_tables(group: ProcessGroup, scaling: dict[str, Any] | None) -> tuple[int, int]:
+    """How many cosines and sines three layers save for backward: in eager code, and in compiled code."""
+    torch._dynamo.reset()
+    sharding, rope = Sharding(22, "zigzag", group=group), seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
+    layers = torch.nn.ModuleList(
+        seqpar.RingAttention(HIDDEN, 2, head_dim=HEAD_DIM, group=group, rope=rope) for _ in range(3)
+    )
+    positions, x = sharding.positions(), torch.randn(1, sharding.seq_local, HIDDEN, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = x + layer(x, sharding=sharding, positions=positions)
+        return x
+
+    def count(each: Run) -> tuple[int, Tensor]:
+        saved: list[Tensor] = []
+
+        def save(t: Tensor) -> Tensor:
+            saved.append(t)
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+            y = each(x)
+        tables = {t.data_ptr() for t in saved if t.shape == (1, sharding.seq_local, 1, HEAD_DIM // 2)}
+        return len(tables), torch.autograd.grad(y.square().sum(), x)[0]
+
+    compiled = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
+    (in_eager, gradient), (in_compiled, same) = count(run), count(compiled)
+    torch.testing.assert_close(gradient, same)
+    return in_eager, in_compiled
+
+
+@pytest.mark.parametrize("scaling", [None, DYNAMIC], ids=["default", "dynamic"])
+def test_layers_do_not_save_their_rotary_tables(pool: Pool, scaling: dict[str, Any] | None) -> None:
+    assert pool.run(2, saved_tables, scaling, deadline_s=200.0) == [(2, 0)] * 2
 
 
 @on_ranks

@@ -21,7 +21,8 @@ from seqpar.schedule.plan import AttentionPlan
 
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks
-from ..reference import BATCH_RULES, RULES, Rules, assert_close, combined_mask, fitted, rank_positions, rules_id
+from ..problems import BATCH_RULES, RULES
+from ..reference import Rules, assert_close, combined_mask, fitted, rank_positions, rules_id
 
 HIDDEN, HEAD_DIM, BATCH = 24, 4, 2
 ACTIVATIONS: dict[str, Any] = {"strategy": "context_parallel", "gather": "activations"}

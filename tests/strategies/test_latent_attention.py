@@ -19,8 +19,8 @@ from seqpar.strategies import latent
 from ..cases import Batch
 from ..hosts import hosts_of
 from ..pool import on_ranks
+from ..problems import RULES
 from ..reference import (
-    RULES,
     Rule,
     Rules,
     assert_close,

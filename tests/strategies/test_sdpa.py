@@ -143,7 +143,7 @@ def train(group: ProcessGroup, name: str, seed: int) -> None:
             assert_close(result, expected, torch.float64)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow if x == "compiled" else ()) for x in MODELS])
 def test_models_without_a_changed_line(pool: Pool, name: str) -> None:
     pool.run(2, train, name, torch.seed() % 2**31)
 

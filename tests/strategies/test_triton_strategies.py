@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 
-from ..interpreter import patch_language_once
+from ..interpreter import make_faster
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
 
@@ -49,7 +49,7 @@ def _gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, **options: Any) ->
 def check_strategy_worker(
     group: ProcessGroup, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
-    patch_language_once()
+    make_faster()
     torch.manual_seed(7)
     q, dout = torch.randn(2, 2, 45, 4, 12, dtype=dtype).unbind()
     k, v = torch.randn(2, 2, 45, 2, 12, dtype=dtype).unbind()

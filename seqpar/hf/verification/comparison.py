@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...layout import LAYOUTS, shard_positions
-from ...mask import document_boundaries
+from ...mask_rules import document_boundaries
 from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of
 from ..full_batch import has_more_than_text, merges

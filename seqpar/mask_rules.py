@@ -1,0 +1,245 @@
+"""The rules of masks: the intervals of visible keys of each, and the checks of their arguments (see ``mask.py``)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .checks import check_int
+from .runs import UNBOUNDED, Runs
+
+
+class Rule(ABC):
+    """One constraint of a mask. Rules are hashable values, so that schedules can be cached by mask."""
+
+    @property
+    def batch(self) -> int:
+        """The number of batch rows with intervals of their own; 1 if all rows share them."""
+        return 1
+
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        """For each batch row, the positions at which a sequence begins according to the rule (see ``Mask.starts``)."""
+        return ((0,),)
+
+    def check_length(self, seq_len: int) -> None:  # noqa: B027 (most rules fit every length)
+        """Raise a ValueError if the rule does not fit a sequence of ``seq_len`` tokens."""
+
+    @abstractmethod
+    def runs(self, row: int, seq_len: int) -> Runs:
+        """The intervals of batch row ``row``, at least for the queries below ``seq_len``."""
+
+
+@dataclass(frozen=True)
+class SlidingWindow(Rule):
+    left: int
+    right: int
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        hi, hi_step = (UNBOUNDED, 0) if self.right < 0 else (self.right + 1, 1)
+        if self.left < 0:
+            return Runs.of([0], 0, 0, hi, hi_step)
+        return Runs.of([0, self.left], 0, [0, 1], [hi, hi + self.left * hi_step], hi_step)
+
+
+@dataclass(frozen=True)
+class Documents(Rule):
+    boundaries: tuple[tuple[int, ...], ...]  # by batch row
+    causal: bool
+    padding: bool  # whether tokens may follow the last boundary
+
+    @property
+    def batch(self) -> int:
+        return len(self.boundaries)
+
+    def check_length(self, seq_len: int) -> None:
+        for row, boundaries in enumerate(self.boundaries):
+            last = boundaries[-1]
+            if last == seq_len or (last < seq_len and self.padding):
+                continue
+            where = f" of batch row {row}" if self.batch > 1 else ""
+            fix = ", or padding=True if the tokens after it are padding" if last < seq_len else ""
+            raise ValueError(
+                f"cu_seqlens: the last boundary{where} is {last}, but the sequence has {seq_len} tokens; pass the "
+                f"boundaries of the whole sequence, in global positions{fix}"
+            )
+
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        return self.boundaries
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        start = np.asarray(self.boundaries[row], dtype=np.int64)
+        stop = np.append(start[1:], start[-1])  # the padding after the last boundary sees nothing
+        if not self.causal:
+            return Runs.of(start, start, 0, stop, 0)
+        tokens = stop > start
+        return Runs.of(start, start, 0, start + tokens, tokens)
+
+
+@dataclass(frozen=True)
+class CausalBlocks(Rule):
+    blocks: tuple[tuple[tuple[int, int], ...], ...]  # by batch row: (first token, one past the last), increasing
+    window: int | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.blocks)
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        # One run inside each block, and one run from its end to the next block.
+        spans = np.asarray(self.blocks[row], dtype=np.int64).reshape(-1, 2)  # [blocks, 2]
+        start = np.append(0, spans)
+        step = np.append(1, np.tile([0, 1], len(spans)))
+        hi = np.append(1, np.stack([spans[:, 1], spans[:, 1] + 1], 1))
+        if self.window is None:
+            return Runs.of(start, 0, 0, hi, step)
+        # A run ends wherever the first key of the window becomes position 0, or the first token of its block.
+        left = self.window - 1
+        starts = np.unique(np.concatenate([start, [left], np.minimum(spans[:, 0] + left, spans[:, 1])]))
+        run = np.searchsorted(start, starts, side="right") - 1
+        block = np.append(UNBOUNDED, np.repeat(spans[:, 0], 2))[run]  # the first token of the block
+        block[step[run] == 1] = UNBOUNDED  # outside blocks
+        lo = np.minimum(np.maximum(starts - left, 0), block)
+        hi = hi[run] + step[run] * (starts - start[run])
+        return Runs.of(starts, lo, (starts >= left) & (lo < block), hi, step[run])
+
+
+@dataclass(frozen=True)
+class PrefixLM(Rule):
+    prefix_len: tuple[int, ...]  # by batch row
+
+    @property
+    def batch(self) -> int:
+        return len(self.prefix_len)
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        prefix = max(1, self.prefix_len[row])
+        return Runs.of([0, prefix - 1], 0, 0, prefix, [0, 1])
+
+
+@dataclass(frozen=True)
+class Chunked(Rule):
+    size: int
+    causal: bool
+    origins: tuple[tuple[int, ...], ...]  # by batch row: increasing, the first one 0
+
+    @property
+    def batch(self) -> int:
+        return len(self.origins)
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        origins = [origin for origin in self.origins[row] if origin < seq_len] or [0]
+        following = [*origins[1:], next((o for o in self.origins[row] if o >= seq_len), UNBOUNDED)]
+        chunks = [np.arange(o, max(o + 1, min(f, seq_len)), self.size) for o, f in zip(origins, following, strict=True)]
+        start = np.concatenate(chunks)
+        if self.causal:
+            return Runs.of(start, start, 0, start + 1, 1)
+        end = np.repeat(following, [len(chunk) for chunk in chunks])
+        return Runs.of(start, start, 0, np.minimum(start + self.size, end), 0)
+
+
+@dataclass(frozen=True)
+class Padding(Rule):
+    begin: tuple[int, ...]  # by batch row: the first token
+    end: tuple[int, ...]  # by batch row: one past the last token
+
+    @property
+    def batch(self) -> int:
+        return len(self.begin)
+
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        return tuple((start,) for start in self.begin)
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        start, stop = self.begin[row], self.end[row]
+        # Padding sees nothing: lo == hi == start before the tokens, lo == hi == stop after them. Neither decreases.
+        return Runs.of([0, start, stop], [start, start, stop], 0, [start, stop, stop], 0)
+
+
+def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:
+    """Checked boundaries of packed documents, one tuple for each batch row (or one for all rows).
+
+    Args:
+        cu_seqlens: as in ``Mask.documents``.
+
+    Raises:
+        TypeError: the boundaries are not integers.
+        ValueError: the boundaries decrease or do not start at 0.
+    """
+    rows = batch_rows("cu_seqlens", cu_seqlens)
+    for row in rows:
+        if not row or row[0] != 0:
+            raise ValueError(f"cu_seqlens={short(row)}: the first boundary must be 0; put a 0 in front")
+        for before, after in pairwise(row):
+            if after < before:
+                raise ValueError(
+                    f"cu_seqlens={short(row)}: {after} follows {before}, but boundaries must not decrease; "
+                    "pass cumulative lengths (torch.cumsum of the documents' lengths, after a 0)"
+                )
+    return rows
+
+
+def causal_blocks(blocks: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """The blocks of each batch row, checked; of one row if they are given once for all rows."""
+    if not isinstance(blocks, Sequence) or not all(isinstance(item, Sequence) for item in blocks):
+        raise TypeError(
+            f"causal blocks={blocks!r}: expected pairs (first token, one past the last), or a list of those"
+        )
+    nested = any(len(item) == 0 or not isinstance(item[0], int) for item in blocks)
+    checked = []
+    for row in blocks if nested else [blocks]:
+        pairs = [ints("causal blocks", pair) for pair in row]
+        ends = [position for pair in pairs for position in pair]
+        if (
+            any(len(pair) != 2 or pair[0] >= pair[1] for pair in pairs)
+            or ends != sorted(ends)
+            or min(ends, default=0) < 0
+        ):
+            raise ValueError(
+                f"causal blocks={short(pairs)}: expected pairs (first token, one past the last), increasing and "
+                "without overlap"
+            )
+        checked.append(tuple((first, stop) for first, stop in pairs))
+    return tuple(checked)
+
+
+def ints(name: str, value: Any) -> tuple[int, ...]:
+    """``value`` as a flat tuple of ints."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
+            raise TypeError(
+                f"{name}: expected a one-dimensional integer tensor, got {value.dtype} of {value.dim()} dimensions"
+            )
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        value = (value,)
+    items: list[Any] = [item.item() if isinstance(item, Tensor) and item.dim() == 0 else item for item in value]
+    for item in items:
+        check_int(name, item)
+    return tuple(items)
+
+
+def batch_rows(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    """``value`` as one tuple of ints for each batch row."""
+    if isinstance(value, Tensor) and value.dim() == 2:
+        value = list(value)
+    nested = isinstance(value, Sequence) and any(
+        isinstance(row, Sequence) or (isinstance(row, Tensor) and row.dim() == 1) for row in value
+    )
+    if not nested and not isinstance(value, Sequence | Tensor):
+        raise TypeError(f"{name}={value!r}: expected a sequence of ints or an integer tensor")
+    return tuple(ints(name, row) for row in value) if nested else (ints(name, value),)
+
+
+def short(values: Sequence[Any]) -> str:
+    shown = [str(v) for v in values[:8]] + (["..."] if len(values) > 8 else [])
+    return f"[{', '.join(shown)}]"

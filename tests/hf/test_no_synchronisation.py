@@ -1,0 +1,48 @@
+"""A Hugging Face model and its loss do not make the host wait for the GPU, which fake CUDA tensors show without one."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import seqpar
+import seqpar.hf
+from seqpar.hf import forward
+from seqpar.hf.batch import shard_for_rank
+
+from ..fake_cuda import fake_cuda
+from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
+
+
+# The trial run reads values of the model, once.
+@pytest.mark.filterwarnings("ignore:.*its trial run on a few tokens failed")
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_a_model_and_its_loss_read_nothing_back(strategy: str) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8
+    )
+    with without_a_gpu(8):
+        sizes = {"ring": 8} if strategy == "ring" else {"ulysses": 8}
+        mesh = seqpar.init_mesh(**sizes, device_type="cpu")
+        ids = torch.arange(131)[None]
+        batch = {"input_ids": ids % 64, "labels": ids % 64, "position_ids": ids % 50}  # documents of 50 tokens
+        local = shard_for_rank(batch, 8, dist.get_rank(), "zigzag")
+        # Without gradients the loss is read to check it, and fake tensors have no subclasses for missing logits.
+        unread = mock.patch.multiple(forward, check_loss=mock.DEFAULT, MissingLogits=mock.DEFAULT)
+        with fake_cuda(), torch.no_grad(), unread:
+            with torch.device("cuda"):
+                model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+            seqpar.hf.parallelize(model, strategy=strategy, mesh=mesh, layout="zigzag")
+            on_gpu = {
+                name: torch.empty(x.shape, dtype=x.dtype, device="cuda") if isinstance(x, Tensor) else x
+                for name, x in local.items()
+            }
+            model(**on_gpu)
+            with HostToDevice() as second:  # as the next step
+                loss = model(**on_gpu).loss
+    assert loss.shape == () and loss.is_cuda and not second.copies
