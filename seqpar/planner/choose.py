@@ -164,6 +164,8 @@ def plan(
     kinds = shape.masks(mask, seq_len)
     pairs = sum(count * all_pairs(layer_mask, seq_len, everything) for count, layer_mask in kinds) // shape.layers
     switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
+    if not switches:
+        raise ValueError("offload=True, recompute='none': offloading needs recompute='keep_attention' or 'full'")
     compared = list(settings(base, ranks, replicas, switches))
     global_batch = global_batch or _common_batch(compared, switches)
     compared = [x for x in compared if global_batch % (x.replicas * batch) == 0]
@@ -267,6 +269,12 @@ def _candidates(setting: Setting, switches: Sequence[Switches]) -> list[Switches
     recomputation that fits, and the next one if less than a tenth of the memory would be free. If nothing fits, these
     are the switches that need the least memory.
     """
+    # The package tiles MLPs and groups heads in layers without tensor parallelism, and only whole KV heads.
+    switches = [
+        x for x in switches
+        if x.saving == x.offload
+        or (setting.tensor == 1 and setting.model.sent_kv_heads % x.head_groups == 0)
+    ] or list(switches)
     used = {x: memory(setting, x) for x in switches}
     found = []
     for kind in dict.fromkeys(replace(x, recompute="none") for x in switches):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil, log2
 from typing import Literal, get_args
 
 from ..heads import Heads
@@ -24,8 +25,10 @@ _LOGIT_BYTES = 12
 _LOSS_CHUNK_BYTES = 3 * (128 << 20)
 _ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks
 _LENGTH_UNIT = 1024  # tokens; ``longest_sequence`` is a multiple of it
-# Whether the package can do what a switch stands for. Choices that need another switch are never recommended.
-IN_PACKAGE = {"offload": False, "tiled_mlp": False, "head_groups": False}
+# Whether the package (``seqpar.memory``) can do what a switch stands for. Choices that need another switch are never
+# recommended.
+IN_PACKAGE = {"offload": True, "tiled_mlp": True, "head_groups": True}
+TILE_TOKENS = 32768  # of a tiled MLP
 
 
 @dataclass(frozen=True)
@@ -167,8 +170,15 @@ def memory(setting: Setting, switches: Switches) -> Memory:
         working=_working(s, switches),
         logits=logits,
         reserved=s.hardware.reserved_bytes,
-        host=m.layers * layer if switches.offload else 0.0,
+        host=m.layers * _pinned(s, switches.recompute) if switches.offload else 0.0,
     )
+
+
+def _pinned(setting: Setting, recompute: Recompute) -> float:
+    """Bytes of host memory for what one layer keeps: each copy takes a power of two."""
+    first = ELEMENT_BYTES * setting.model.hidden * setting.tokens
+    rest = layer_activations(setting, recompute) - first
+    return sum(float(2 ** ceil(log2(x))) for x in (first, rest) if x > 0)
 
 
 def _gathered(setting: Setting) -> float:
@@ -230,7 +240,7 @@ def _mlp_working(setting: Setting, tiled_mlp: bool) -> float:
     """Bytes of the temporary tensors of the MLP's backward: gradients of its activations, of one tile if it is
     tiled, and the gradients of its input and output."""
     m, tokens = setting.model, setting.tokens
-    tile_tokens = min(tokens, m.hidden) if tiled_mlp else tokens
+    tile_tokens = min(tokens, TILE_TOKENS) if tiled_mlp else tokens
     activations = _mlp_elements(m)
     nbytes: float = ELEMENT_BYTES * tile_tokens * (activations / 2 if m.gated else activations)
     nbytes += 2 * ELEMENT_BYTES * tokens * m.hidden
