@@ -106,7 +106,9 @@ def test_printed_code_runs() -> None:
     expected = {True: (loss.item(), norm(model.parameters())), False: tensor_parallel}
     for result in results:
         for name, found in result.items():
-            assert found == pytest.approx(expected["tp_sp" not in name], rel=0.02), (name, results[0])
+            # Under tensor parallelism a rank's loss is its share: only the gradients are compared, with one another.
+            first = int("tp_sp" in name)
+            assert found[first:] == pytest.approx(expected["tp_sp" not in name][first:], rel=0.02), (name, results[0])
 
 
 def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:
