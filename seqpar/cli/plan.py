@@ -222,7 +222,7 @@ def shown(choices: Sequence[Choice]) -> list[Choice]:
     first = choices[0]
     found = {choice.strategy: choice for choice in reversed(choices) if choice.fits == first.fits and not choice.needs}
     wanted = [*found.values(), *(x for x in choices if {"fastest", "safest"} & set(x.reason.split("; ")))]
-    wanted += [x for x in choices if x.fits and not x.switches.offload][:1]
+    wanted += [x for x in choices if not x.switches.offload][:1]
     wanted += [x for x in choices if x.needs and x.fits and x.tokens_per_s > first.tokens_per_s][:1]
     return [x for x in choices if x is first or any(x is y for y in wanted)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,8 @@ def plan(
     kinds = shape.masks(mask, seq_len)
     pairs = sum(count * all_pairs(layer_mask, seq_len, everything) for count, layer_mask in kinds) // shape.layers
     switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
+    if not switches:
+        raise ValueError("offload=True, recompute='none': offloading needs recompute='keep_attention' or 'full'")
     compared = list(settings(base, ranks, replicas, switches))
     global_batch = global_batch or _common_batch(compared, switches)
     compared = [x for x in compared if global_batch % (x.replicas * batch) == 0]
@@ -171,8 +174,8 @@ def plan(
         raise ValueError(f"global_batch={global_batch}: expected a multiple of batch={batch} times a divisor of ranks")
     choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
     fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
-    has = [x for x in switches if not x.needs]
-    longest = max((longest_sequence(x, y) for x in splits(base, ranks, replicas) for y in has[-1:]), default=0)
+    every = product(splits(base, ranks, replicas), [x for x in switches if x.recompute == switches[-1].recompute])
+    longest = max((longest_sequence(x, y) for x, y in every if not y.lacking(x)), default=0)
     name = gpus.kernel_name(kernel)
     return Plan(
         shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest
@@ -226,9 +229,12 @@ def _check(
 
 def _common_batch(compared: Sequence[Setting], switches: Sequence[Switches]) -> int:
     """The smallest number of sequences that every split that fits can compute in a step."""
-    has = [x for x in switches if not x.needs]
-    fitting = [x for x in compared if any(memory(x, y).fits(x.hardware) for y in has)]
+    fitting = [x for x in compared if any(_is_possible(x, y) for y in switches)]
     return lcm(*(x.replicas * x.batch for x in fitting or [max(compared, key=lambda x: x.sequence_ranks)]))
+
+
+def _is_possible(setting: Setting, switches: Switches) -> bool:
+    return not switches.lacking(setting) and memory(setting, switches).fits(setting.hardware)
 
 
 def _best_of_each_split(
@@ -278,7 +284,11 @@ def _candidates(setting: Setting, switches: Sequence[Switches]) -> list[Switches
     if any(has_headroom(used[x], setting.hardware) for x in plain):  # a tiled MLP would only cost time
         found = [x for x in found if x.saving <= 1 and not x.tiled_mlp and x.head_groups == 1]
     host_fits = [x for x in switches if used[x].host <= setting.hardware.usable_host_memory] or list(switches)
-    return found or [min(host_fits, key=lambda x: used[x].total)]
+    found = found or [min(host_fits, key=lambda x: used[x].total)]
+    on_device = [x for x in switches if not x.offload]
+    if on_device and all(x.offload for x in found):  # to be seen beside them
+        found.append(min(on_device, key=lambda x: used[x].total))
+    return found
 
 
 def has_headroom(used: Memory, hardware: Hardware) -> bool:
@@ -309,9 +319,11 @@ def _ordered(found: list[tuple[Choice, Setting]], switches: Sequence[Switches]) 
 
 
 def _longest(setting: Setting, choice: Choice, switches: Sequence[Switches]) -> int:
-    """Tokens of the longest sequence that fits with any of the switches that the package has, or that ``choice`` needs;
-    the last recomputation saves the most."""
-    having = [x for x in switches if not set(x.needs) - set(choice.needs)] or list(switches)
+    """Tokens of the longest sequence that fits with any of the switches that the package has, or that ``choice`` needs,
+    and without offloading unless ``choice`` offloads; the last recomputation saves the most."""
+    having = [
+        x for x in switches if not set(x.lacking(setting)) - set(choice.needs) and x.offload <= choice.switches.offload
+    ]
     return max(longest_sequence(setting, x) for x in having if x.recompute == having[-1].recompute)
 
 
@@ -352,11 +364,10 @@ def _simplicity(choice: Choice, gpus: Hardware) -> tuple[Any, ...]:
 def _fewest_ranks(base: Setting, ranks: int, switches: Sequence[Switches]) -> int:
     """The smallest number of GPUs, in whole hosts, with which something fits without what the package lacks; 0 if there
     is none up to ``_MOST_RANKS``."""
-    has = [x for x in switches if not x.needs]
     size = base.hardware.gpus_per_host
 
     def fits(hosts: int) -> bool:
-        return any(memory(x, y).fits(x.hardware) for x in splits(base, hosts * size, None) for y in has)
+        return any(_is_possible(x, y) for x in splits(base, hosts * size, None) for y in switches)
 
     low, high = ranks // size, max(1, ranks // size)
     while not fits(high):

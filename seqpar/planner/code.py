@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from ..mask import Mask
 from .hardware import Hardware
+from .memory import TILE_TOKENS, Switches
 from .model import ModelShape
 from .setting import WEIGHTS
 from .step import Choice
 
 # The names of ``seqpar.attention``'s backends, where they differ from the names of kernels in ``hardware.json``.
 _BACKENDS = {"flash2": "flash_attn", "flash3": "flash_attn_3", "flash4": "flash_attn_4"}
-_CHECKPOINT = {
-    "none": "",
-    "keep_attention": ", use_reentrant=False, context_fn=seqpar.keep_attention",
-    "full": ", use_reentrant=False",
-}
+_CHECKPOINT = {"keep_attention": "attention", "full": "full"}
 
 _START = """\
 # {start} train.py
@@ -22,7 +19,6 @@ _START = """\
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import seqpar
 
@@ -68,7 +64,7 @@ class Model(nn.Module):
     def forward(self, tokens, labels):
         x = self.embedding(tokens, sharding)
         for block in self.blocks:
-            x = {block}
+            x = block(x, sharding)
         return self.head(x, labels, sharding)  # the loss of each token
 
 
@@ -133,9 +129,10 @@ def code(
         raise ValueError(f"the choice needs what the package lacks: {', '.join(choice.needs)}")
     dp, ring, ulysses, tensor = (choice.degrees[name] for name in ("dp", "ring", "ulysses", "tp"))
     ranks, per_host = dp * ring * ulysses * tensor, hardware.gpus_per_host
-    backend, recompute = _BACKENDS.get(kernel, kernel), choice.switches.recompute
+    backend, saving = _BACKENDS.get(kernel, kernel), _memory(choice.switches)
     comm = f', comm="{choice.comm}"' if choice.comm else ""
     options = f'strategy="{choice.context}", layout="{choice.layout}"{comm}, backend="{backend}"'
+    options += f", memory={saving}" if saving else ""
     common = {"seq_len": seq_len, "layout": choice.layout, "options": options, "batch": batch}
     sizes = {name: size for name, size in choice.degrees.items() if size > 1}
     text = _START.format(
@@ -149,19 +146,13 @@ def code(
     how = ", reshard_after_forward=False" if choice.weights in ("zero1", "zero2") else ""
     if tensor > 1:
         shape = {name: getattr(model, name) for name in ("hidden", "vocab", "heads", "kv_heads", "head_dim", "layers")}
-        block = (
-            f"checkpoint(block, x, sharding{_CHECKPOINT[recompute]})" if recompute != "none" else "block(x, sharding)"
-        )
         comm = f', "comm": "{choice.comm}"' if choice.comm else ""
-        text += _LAYERS.format(
-            **common, **shape, intermediate=model.intermediate, backend=backend, block=block, comm=comm
-        )
+        text += _LAYERS.format(**common, **shape, intermediate=model.intermediate, backend=backend, comm=comm)
+        text += f"{saving}.apply(model, layers=model.blocks)\n" if saving else ""
         how += ", mesh=shards"
     else:
-        text = text.replace("from torch import nn\n", "").replace("from torch.utils.checkpoint import checkpoint\n", "")
+        text = text.replace("from torch import nn\n", "")
         text += _MODEL.format(**common)
-        if recompute != "none":
-            text += f"model.gradient_checkpointing_enable(dict({_CHECKPOINT[recompute][2:]}))\n"
     if choice.weights == "hsdp":
         text += _HOSTS.format(hosts=ranks // per_host, per_host=per_host)
         how += ", mesh=hosts"
@@ -189,6 +180,18 @@ def code(
         head_dim=model.v_head_dim or model.head_dim,
         mask={Mask.causal(): " --mask causal", Mask.full(): " --mask full"}.get(mask, ""),
     )
+
+
+def _memory(switches: Switches) -> str:
+    """The switches as a ``seqpar.Memory``, or nothing if none is in use."""
+    values = {
+        "tiled_mlp": TILE_TOKENS if switches.tiled_mlp else 0,
+        "head_groups": switches.head_groups if switches.head_groups > 1 else 0,
+        "checkpoint": _CHECKPOINT.get(switches.recompute),
+        "offload": switches.offload,
+    }
+    words = ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items() if value)
+    return f"seqpar.Memory({words})" if words else ""
 
 
 def _torchrun(ranks: int, per_host: int) -> str:

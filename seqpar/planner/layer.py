@@ -77,6 +77,12 @@ class RankTimeline:
         """Seconds of the GEMMs of the MLP in forward."""
         return sum(self._mlp_seconds())
 
+    def projection_seconds(self) -> float:
+        """Seconds of the GEMMs before and after attention in forward."""
+        m = self.setting.model
+        qkv = self._linear.gemm_seconds(m.qkv_parameters - m.expanding_parameters, 1)
+        return qkv + self._linear.gemm_seconds(m.d_out, m.hidden)
+
     def _mlp_seconds(self) -> tuple[float, float]:
         """Seconds of the MLP's GEMMs in forward: up (with a gate, gate and up), and down.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil, log2
 from typing import Literal, get_args
 
 from ..heads import Heads
@@ -25,8 +26,6 @@ _LOSS_CHUNK_BYTES = 3 * (128 << 20)
 _ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks
 TILE_TOKENS = 32_768  # of a tiled MLP, at most
 _LENGTH_UNIT = 1024  # tokens; ``longest_sequence`` is a multiple of it
-# Whether the package can do what a switch stands for. Choices that need another switch are never recommended.
-IN_PACKAGE = {"offload": False, "tiled_mlp": False, "head_groups": False}
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,20 @@ class Switches:
     tiled_mlp: bool = False
     head_groups: int = 1
 
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """The switches in use that the package lacks."""
-        used = {"offload": self.offload, "tiled_mlp": self.tiled_mlp, "head_groups": self.head_groups > 1}
-        return tuple(name for name, is_used in used.items() if is_used and not IN_PACKAGE[name])
+    def lacking(self, setting: Setting) -> tuple[str, ...]:
+        """The switches in use that ``seqpar.Memory`` lacks for a setting.
+
+        It tiles MLPs and groups heads in layers without tensor parallelism. A group has whole KV heads, of an attention
+        without latents, and a head for every Ulysses rank.
+        """
+        m, groups = setting.model, self.head_groups
+        grouped = not m.kv_rank and m.kv_heads % groups == 0 and setting.ulysses * groups <= m.heads
+        lacks = {
+            "offload": self.offload and self.recompute == "none",
+            "tiled_mlp": self.tiled_mlp and setting.tensor > 1,
+            "head_groups": groups > 1 and (setting.tensor > 1 or not grouped),
+        }
+        return tuple(name for name, is_lacking in lacks.items() if is_lacking)
 
     @property
     def saving(self) -> int:
@@ -64,7 +72,7 @@ class Switches:
         words = {"none": [], "keep_attention": ["recompute all but attention"], "full": ["recompute all"]}
         return ", ".join(
             words[self.recompute]
-            + ["offload activations"] * self.offload
+            + ["offload"] * self.offload
             + ["tiled MLP"] * self.tiled_mlp
             + [f"heads in {self.head_groups} groups"] * (self.head_groups > 1)
             + ["whole logits"] * (not self.chunked_loss)
@@ -109,20 +117,24 @@ def layer_activations(
 ) -> float:
     """Bytes of tensors that autograd keeps for one layer on one rank."""
     m, tokens = setting.model, setting.tokens
-    if recompute == "full":  # the layer's input
-        return float(ELEMENT_BYTES * m.hidden * tokens)
-    lse_bytes = FLOAT32_BYTES * m.heads
-    has_all_to_all = setting.ulysses > 1
-    if recompute == "keep_attention":
-        # The layer's input, out and lse. With an all-to-all also the head shards of q and out, and of k and v
-        # unless they are exchanged again.
-        elements: float = m.hidden + m.d_out
-        if has_all_to_all:
-            elements += m.d + m.d_out + (0 if _shares_kv(setting) else m.sent_kv)
-        return float(tokens * (ELEMENT_BYTES * elements + lse_bytes))
+    if recompute != "none":
+        return sum(_checkpointed(setting, recompute))
     nbytes: float = 4 * ELEMENT_BYTES * m.hidden * tokens  # both norms' inputs and outputs
     nbytes += _attention_activations(setting) if head_groups == 1 else 0  # groups are recomputed
     return nbytes + (0 if tiled_mlp else ELEMENT_BYTES * _mlp_elements(m) * tokens)
+
+
+def _checkpointed(setting: Setting, recompute: Recompute) -> list[float]:
+    """Bytes of each tensor that a layer keeps if it is recomputed."""
+    m = setting.model
+    elements: list[float] = [m.hidden]  # the layer's input
+    lse_bytes = 0.0
+    if recompute == "keep_attention":
+        elements.append(m.d_out)
+        lse_bytes = FLOAT32_BYTES * m.heads
+        if setting.ulysses > 1:  # the head shards of q and out, and of k and v unless they are exchanged again
+            elements += [m.d, m.d_out, *([] if _shares_kv(setting) else [m.sent_kv / 2] * 2)]
+    return [float(setting.tokens * nbytes) for nbytes in (*(ELEMENT_BYTES * x for x in elements), lse_bytes) if nbytes]
 
 
 def _attention_activations(setting: Setting, head_groups: int = 1) -> float:
@@ -168,8 +180,13 @@ def memory(setting: Setting, switches: Switches) -> Memory:
         working=_working(s, switches),
         logits=logits,
         reserved=s.hardware.reserved_bytes,
-        host=m.layers * layer if switches.offload else 0.0,
+        host=_host(s, switches.recompute) if switches.offload else 0.0,
     )
+
+
+def _host(setting: Setting, recompute: Recompute) -> float:
+    """Bytes of host memory for what all layers keep: each tensor takes a power of two."""
+    return float(setting.model.layers * sum(2 ** ceil(log2(nbytes)) for nbytes in _checkpointed(setting, recompute)))
 
 
 def _gathered(setting: Setting) -> float:

@@ -96,6 +96,8 @@ def allowed_switches(
         if recompute not in (None, how):
             continue
         for tiled, offloaded in product(_values(tiled_mlp), _values(offload)):
+            if offloaded and how == "none":
+                continue  # a layer keeps more than can be copied while it is computed
             found.append(Switches(how, offloaded, chunked_loss, tiled, head_groups or 1))
             if head_groups is None and tiled and how == RECOMPUTE[-1]:
                 found.append(Switches(how, offloaded, chunked_loss, tiled, HEAD_GROUPS))

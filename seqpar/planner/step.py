@@ -155,6 +155,12 @@ class _LayerCost:
         return RankTimeline(self.setting)
 
     @cached_property
+    def _attention(self) -> Result:
+        timeline = Timeline()
+        self._rank.attention(timeline)
+        return timeline.run()
+
+    @cached_property
     def forward(self) -> _Pass:
         """The forward of a layer, while the weights of the next layer are all-gathered."""
         return self._simulate(self._rank.forward, backward=False)
@@ -190,6 +196,11 @@ class _LayerCost:
         if switches.tiled_mlp:  # backward computes the MLP's forward again
             again = self._rank.mlp_seconds()
             total, compute = total + again, compute + again
+        if switches.head_groups > 1:  # backward computes each group's forward again
+            again = self._rank.projection_seconds()
+            total, compute = total + again, compute + again
+            if switches.recompute != "keep_attention":
+                total, compute = total + self._attention.seconds, compute + self._attention.compute
         if switches.offload:  # to the host during forward, and back during backward
             copy = layer_activations(self.setting, switches.recompute, switches.tiled_mlp)
             copy_seconds = copy / self.setting.hardware.host_link
@@ -235,7 +246,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         tokens_per_step=sequences * s.seq_len,
         weights=s.weights,
         switches=switches,
-        needs=switches.needs,
+        needs=switches.lacking(s),
         fits=used.fits(s.hardware),
         seconds=seconds,
         error=0.0,

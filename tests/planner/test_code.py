@@ -41,6 +41,11 @@ def variants() -> dict[str, Choice]:
     for i, (name, choice) in enumerate(list(found.items())):
         weights = ("fsdp", "zero2", "zero1", "hsdp")[i % 4 if choice.degrees["tp"] == 1 else 0]
         found[name] = replace(choice, switches=Switches(how[i % 3]), weights=weights)
+        if choice.degrees["tp"] == 1:
+            saving = Switches(how[1 + i % 2], True, tiled_mlp=True, head_groups=2 if choice.context == "ring" else 1)
+        else:
+            saving = Switches(how[1 + i % 2], True)
+        found[f"{name} saving"] = replace(choice, switches=saving, weights="fsdp")
     return found
 
 
@@ -94,10 +99,13 @@ def run_printed(texts: dict[str, str]) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.slow
-def test_printed_code_runs() -> None:
+def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("seqpar.planner.code.TILE_TOKENS", 8)
     plan = small_plan()
     texts = {name: printed(plan, choice) for name, choice in variants().items()}
-    assert len(texts) >= 6, texts
+    assert len(texts) >= 12, texts
+    for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model"):
+        assert any(words in text for text in texts.values()), words
     results = launch(run_printed, RANKS, texts, deadline_s=300)
     model = transformer()
     loss = model(**batch_of(False)).loss
@@ -115,10 +123,11 @@ def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     """Its options are the bench's, for every strategy."""
     from seqpar.cli.bench_cases import BenchConfig, strategy_names
 
-    for choice in small_plan().choices:
+    plan = small_plan()
+    for choice in plan.choices:
         if not choice.possible:
             continue
-        command = printed(small_plan(), choice).split("seqpar bench ")[1].replace("\\\n#", "")
+        command = printed(plan, choice).split("seqpar bench ")[1].replace("\\\n#", "")
         words = shlex.split(command)
         options = dict(zip(words[::2], words[1::2], strict=False))
         assert options["--strategy"] in strategy_names() and options["--seq-len"] == str(TOKENS)
@@ -132,9 +141,9 @@ def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_choice_that_the_package_cannot_run_has_no_code() -> None:
-    plan = seqpar.plan("llama3-8b", 1 << 21, 8)
-    lacking = next(x for x in plan.choices if x.needs)
-    with pytest.raises(ValueError, match="needs what the package lacks"):
+    plan = seqpar.plan("llama3-8b", 1 << 21, 8, offload=False)
+    lacking = replace(plan.choices[0], needs=("tiled_mlp",))
+    with pytest.raises(ValueError, match="needs what the package lacks: tiled_mlp"):
         plan.code(lacking)
     with pytest.raises(ValueError, match="nothing fits"):
         plan.code()

@@ -15,9 +15,9 @@ import seqpar
 from seqpar import Mask
 from seqpar.cli.launch import CommandError
 from seqpar.cli.plan import plan as plan_command
-from seqpar.cli.plan import read_batch, read_tokens
+from seqpar.cli.plan import read_batch, read_tokens, shown
 from seqpar.planner.choose import is_equal
-from seqpar.planner.memory import IN_PACKAGE, Switches
+from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import BETWEEN, WITHIN, Setting
@@ -60,16 +60,26 @@ def test_equal_choices_are_ordered_by_what_is_easy_to_run() -> None:
         assert all("needs what the package lacks" in x.reason for x in plan.choices if x.needs and x.fits)
 
 
-def test_a_switch_of_the_package_is_recommended_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_is_recommended_where_nothing_else_fits() -> None:
     arguments: Any = ("llama3-8b", 1 << 21, 8)
-    plan = seqpar.plan(*arguments)
-    assert not plan.choices[0].possible and plan.fewest_ranks and plan.fewest_ranks > 8
+    without = seqpar.plan(*arguments, offload=False)
+    assert not without.choices[0].possible and without.fewest_ranks and without.fewest_ranks > 8
     with pytest.raises(ValueError, match=r"nothing fits: .* needs at least"):
-        print(plan.best)
-    for name in ("offload", "tiled_mlp"):
-        monkeypatch.setitem(IN_PACKAGE, name, True)
-    best = seqpar.plan(*arguments).best
-    assert best.switches.offload and not best.needs
+        print(without.best)
+    plan = seqpar.plan(*arguments)
+    assert plan.best.switches.offload and not plan.best.needs
+    assert all(x.switches.recompute != "none" for x in plan.choices if x.switches.offload)
+    assert any(not x.switches.offload and not x.fits for x in shown(plan.choices))
+
+
+def test_what_the_package_lacks() -> None:
+    base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 131072)
+    every = Switches("full", True, True, True, 4)
+    assert every.lacking(base) == () and every.lacking(replace(base, ulysses=8)) == ()
+    assert every.lacking(replace(base, tensor=8)) == ("tiled_mlp", "head_groups")
+    assert every.lacking(replace(base, ulysses=16)) == ("head_groups",)  # 8 heads of a group for 16 ranks
+    assert replace(every, head_groups=3).lacking(base) == ("head_groups",)
+    assert Switches(offload=True).lacking(base) == ("offload",)
 
 
 def test_all_choices_have_the_same_global_batch() -> None:
@@ -128,6 +138,8 @@ def test_switches_are_priced() -> None:
     assert plain[1] > kept_attention[1] > full[1]
     assert of(offload=True)[1] < plain[1] <= of(chunked_loss=False)[1]
     assert of(tiled_mlp=True)[0] > plain[0] and of(tiled_mlp=True)[1] < plain[1]
+    extra = [of(recompute=x, head_groups=4)[0] - of(recompute=x)[0] for x in ("keep_attention", "full")]
+    assert 0 < extra[0] < extra[1]  # the projections again, and attention unless its results are kept
 
 
 def test_documents_need_less_than_one_sequence() -> None:
@@ -167,6 +179,7 @@ def test_documents_need_less_than_one_sequence() -> None:
         ({"ranks": 0}, "ranks=0: expected at least 1"),
         ({"replicas": 3}, "expected a divisor of ranks=8"),
         ({"kernel": "flash9"}, "did you mean"),
+        ({"recompute": "none", "offload": True}, "offloading needs recompute"),
         ({"recompute": "some"}, "Choose one of none, keep_attention, full"),
         ({"mask": Mask.documents([0, 8])}, "cu_seqlens"),
     ],
