@@ -253,6 +253,6 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     assert "tokens/s" in printed and max(map(len, printed.splitlines())) <= 80
     plan_command("llama3-70b", "128K", 64)
     assert len(capsys.readouterr().out.splitlines()) <= 25
-    with pytest.raises(CommandError, match=r"nothing fits: .* at least 24 GPUs") as error:
+    with pytest.raises(CommandError, match=r"nothing fits: .* at least 16 GPUs") as error:
         plan_command("llama3-70b", "128K", 8)
     assert error.value.code == 1
