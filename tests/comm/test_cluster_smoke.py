@@ -41,7 +41,8 @@ def run(ranks: int, folder: Path, *command: str, only: str = "") -> tuple[list[i
         "WORLD_SIZE": str(ranks),
         "OMP_NUM_THREADS": "1",
     }
-    options = ["--only", only, "--device", "cpu", "--small", "--masks", "10", "--timeout", "3", "--deadline", "240", "--out", "."]
+    options = ["--device", "cpu", "--small", "--masks", "10", "--timeout", "3", "--deadline", "240", "--out", "."]
+    options += ["--only", only]
     with ExitStack() as stack:
         processes = []
         for rank in range(ranks):

@@ -205,7 +205,7 @@ def compare_with_one_device(
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
-DYNAMIC_LAYERS = [("ring", True), ("tp_sp", True), ("all_gather", False)]
+DYNAMIC_LAYERS = [("ring", True), ("tp_sp", True), ("activations", True), ("all_gather", False)]
 
 
 @pytest.mark.parametrize(("strategy", "with_positions"), DYNAMIC_LAYERS)
