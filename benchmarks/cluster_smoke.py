@@ -334,6 +334,8 @@ def run(job: Job) -> bool:
     """Make all checks. After a check that only some ranks passed, the ranks no longer agree: it is the last."""
     rows: list[Row] = []
     for name, check in checks(job):
+        if job.args.only not in name:
+            continue
         start, error, what = time.monotonic(), "", None
         try:
             what = check()
@@ -375,6 +377,7 @@ def main() -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda with NCCL by default; cpu with gloo")
     parser.add_argument("--small", action="store_true", help="short sequences")
     parser.add_argument("--masks", type=int, default=500, help="random masks in a row")
+    parser.add_argument("--only", default="", help="the checks whose names contain this text")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that ranks wait for a rank that has ended")
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds after which the script ends anyway")
     parser.add_argument("--victim", choices=["raises", "killed"], help=argparse.SUPPRESS)

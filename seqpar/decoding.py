@@ -150,6 +150,11 @@ class KeyValueCache:
     def fill(self, layer: Hashable, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Store the keys ``k [b, cached, n, d]`` and values ``v [b, cached, n, e]`` of this rank's prompt tokens, at
         global ``positions``, int64 ``[cached]``."""
+        if any(x.length > self.sharding.seq_len for x in self._layers.values()):
+            raise ValueError(
+                f"cache: {layer!r} has its first call after another layer had two, whose second call was taken for new "
+                "tokens; call each layer once a pass (a layer that is used at several depths cannot be cached)"
+            )
         self._layers[layer] = _CachedKeys(k, v, positions, self.sharding.seq_len)
 
     @no_compile

@@ -69,7 +69,7 @@ BAD: dict[str, Bad] = {
     "flattened losses": (
         lambda: seqpar.token_loss(tensor(8), torch.zeros(8, dtype=torch.int64)),
         ValueError,
-        ["(8,)", "not flattened"],
+        ["(8,)", "logits.mT"],
     ),
     "batch": (lambda: attend(k=tensor(3, 8, 4, 16)), ValueError, ["batch", "2", "3", "same"]),
     "three dimensions": (

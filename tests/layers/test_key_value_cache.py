@@ -206,6 +206,10 @@ def test_refused_layers_and_modes() -> None:
     with torch.no_grad():
         with pytest.raises(ValueError, match=r"dropout_p=0\.1: .*model\.eval"):
             made((6, 2), dropout_p=0.1).train()(x, cache=cache)
+        shared, other, twice = made((6, 2)), made((6, 2)), seqpar.KeyValueCache(seqpar.Sharding(4))
+        shared(shared(x, cache=twice), cache=twice)  # as a layer at two depths
+        with pytest.raises(ValueError, match="call each layer once a pass"):
+            other(x, cache=twice)
         with pytest.raises(ValueError, match="rope_type='dynamic'"):
             made((6, 2), rope=seqpar.RotaryEmbedding(4, scaling=dynamic))(x, cache=cache)
     with pytest.raises(TypeError, match=r"sharding=4: expected the seqpar\.Sharding"):
