@@ -45,7 +45,7 @@ _GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather i
 
 
 class KeyValueCache:
-    """The keys and values of a generation. Each rank holds those of some of the tokens; one cache serves all layers.
+    """The keys and values of a generation. Each rank caches some of the tokens, and one cache serves all layers.
 
     The first call of a layer with the cache computes the prompt, of which each rank passes its tokens. Later calls
     compute new tokens, which every rank passes in full. Ranks that sample must therefore draw the same tokens: set the

@@ -80,7 +80,7 @@ class Hardware:
 
     @property
     def usable_host_memory(self) -> float:
-        """The bytes of host memory per GPU that offloaded activations may take: 70 %, the system needs the rest."""
+        """The bytes of host memory per GPU for offloaded activations: 70 %. The system needs the rest."""
         return 0.7 * self.host_memory
 
     def rate(self, kernel: str | None) -> AttentionRate:

@@ -47,7 +47,7 @@ torch.Tensor.cuda = lambda x, *_, **__: x
 
 
 def _sections() -> dict[str, str]:
-    """The code of each section, by title; that of "" comes before all others."""
+    """The code of each section, by title. The code before the first title has the title ""."""
     lines = (ROOT / "docs" / "recipes.md").read_text().splitlines()
     code = {"": ""}
     for line, source in _blocks("docs/recipes.md"):
