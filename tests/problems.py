@@ -29,7 +29,7 @@ class Problem:
 
     Attributes:
         seq_len, batch, heads, kv_heads, head_dim: the sizes of q, k and v.
-        v_head_dim: the head_dim of v and of the output; None for that of q and k.
+        v_head_dim: the head_dim of v and of the output; by default the head_dim of q and k.
         rules: the mask, for any length; ``fitted_rules`` is the mask for ``seq_len``.
         dtype: the dtype of q, k and v.
         softmax_scale, softcap, dropout_p: as in ``seqpar.attention``.
