@@ -45,8 +45,8 @@ from transformers import PreTrainedModel, Trainer
 from ..checks import check_choice, check_int
 from ..memory import Memory
 from ..wrappers import EXPLICIT
-from .patch import Arguments, check_arguments, parallelize
-from .state import Batches, Patch, patch_of
+from .patch import Arguments, parallelize
+from .state import Batches, Patch, Settings, patch_of
 from .support import ignores_num_items
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         if cp_size < 1 and cp_size != -1:
             raise ValueError(f"cp_size={cp_size}: expected at least 1, or -1 for all ranks")
         check_choice("batches", batches, ("auto", "shared", "per_rank"))
-        check_arguments(**arguments, batches="shared" if batches == "auto" else batches)
+        Settings.of(**arguments, batches="shared" if batches == "auto" else batches)
         # With a cp_size greater than 1, the parent class would check the requirements of accelerate's own backend.
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
         self.cp_size = cp_size
@@ -206,9 +206,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             if any(isinstance(m, PreTrainedModel) for m in model.modules()):
                 parallelize(model, group=self._group, **self.arguments)
                 patch_of(model).needs_wrapper = ranks > 1
-        elif patch.ranks != ranks or (ranks > 1 and patch.batches != batches):
+        elif patch.ranks != ranks or (ranks > 1 and patch.settings.batches != batches):
             raise ValueError(
-                f"model: it is parallelized over {patch.ranks} ranks with batches={patch.batches!r}, but the "
+                f"model: it is parallelized over {patch.ranks} ranks with batches={patch.settings.batches!r}, but the "
                 f"ParallelismConfig has cp_size={ranks} and batches={batches!r}; leave the call of parallelize out"
             )
 
@@ -362,12 +362,12 @@ class SequenceParallelMixin(_Mixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         patch = self._patch
-        if self.is_deepspeed_enabled and patch.gradients == "auto":
+        if self.is_deepspeed_enabled and patch.settings.gradients == "auto":
             raise ValueError(
                 f"gradients='auto': the Trainer uses DeepSpeed, whose configuration decides what it divides by; "
                 f"{EXPLICIT}"
             )
-        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
+        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.settings.outputs != "full":
             raise ValueError(
                 "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
                 "prediction_loss_only=True"

@@ -117,12 +117,12 @@ def attention_forward(
             # The odd multiplier spreads the layers' indices over 32 bits.
             seed = (seqpar.seed_on_host + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62
         spec = AttentionSpec(
-            strategy=patch.strategy,
-            strategy_options=constants(patch.options),
+            strategy=patch.settings.strategy,
+            strategy_options=constants(patch.settings.options),
             softmax_scale=constant_float(scale),
             softcap=constant_float(softcap or 0.0),
             dropout_p=constant_float(dropout),
-            backend=patch.backend,
+            backend=patch.settings.backend,
             layer_mask=in_layer,
             returns_saved=torch.compiler.is_compiling(),
         )

@@ -136,7 +136,7 @@ def _check_wrapper(model: nn.Module, patch: Patch) -> None:
     trains = model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     if not patch.needs_wrapper or not trains:
         return
-    if patch.gradients == "auto" and not averaging_wrappers(model, in_forward=False):
+    if patch.settings.gradients == "auto" and not averaging_wrappers(model, in_forward=False):
         raise ValueError(
             f"model={type(model).__name__}: it is trained without a wrapper (DistributedDataParallel, FSDP), so that "
             "nothing sums the gradients of the ranks of the ParallelismConfig; train what accelerator.prepare(model) "
@@ -203,7 +203,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
-        full = forward.patch.batches == "per_rank" and forward.patch.outputs == "full"
+        full = forward.patch.settings.batches == "per_rank" and forward.patch.settings.outputs == "full"
         return type(output)(**{**output, "logits": lazy.materialize() if full else MissingLogits()})
     return output
 
@@ -215,12 +215,12 @@ def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
     """
     patch = forward.patch
     if forward.targets is not None:
-        output = LogProbsOutput(label_log_probs(output.logits, forward.targets, patch.loss_chunk))
+        output = LogProbsOutput(label_log_probs(output.logits, forward.targets, patch.settings.loss_chunk))
     elif forward.labels is not None:
         logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]  # of each token
         loss = TokenLoss(patch, forward.model)(logits, forward.labels, seqpar=forward.batch_shard)
         output = (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
-    elif not (fused and (forward.full_call or patch.batches == "per_rank")):
+    elif not (fused and (forward.full_call or patch.settings.batches == "per_rank")):
         if isinstance(output, Mapping):
             found = output.get("loss")
         else:  # a tuple starts with the loss, if there is one

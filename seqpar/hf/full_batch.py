@@ -89,9 +89,11 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
     if seed is None:
         local = _shard(batch, patch)
     else:
-        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=seed)
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.settings.layout, seed=seed)
     shard = local["seqpar"]
-    tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, patch.layout) for rank in range(patch.ranks))
+    tokens = tuple(
+        shard_positions(shard.seq_len, patch.ranks, rank, patch.settings.layout) for rank in range(patch.ranks)
+    )
     logits = tokens
     if keeps_some:
         wanted = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
@@ -127,10 +129,10 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     else:
         compares = bool(every) and call % every == 0
     if compares:
-        local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
+        local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.settings.layout)
         patch.seed = local["seqpar"].seed
     else:
-        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=patch.seed)
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.settings.layout, seed=patch.seed)
     local["seqpar"].seed = (patch.seed + call * _SEED_STEP) % 2**62
     return local
 
@@ -141,7 +143,7 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
         output = _reduce_fused_loss(output, forward, full_call)
     patch = forward.patch
     scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
-    outputs = "full" if full_call.fills_cache else patch.outputs
+    outputs = "full" if full_call.fills_cache else patch.settings.outputs
     leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
         if full_call.logits is not full_call.tokens:

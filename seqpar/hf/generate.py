@@ -266,4 +266,6 @@ def decode(
     heads = Heads.of_model(q.shape[2], k.shape[2])
     cached = k, v, positions
     mask = layer_mask(shard.mask, *in_layer)
-    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, patch.backend, shard.intervals)
+    return attend_to_cached(
+        q, cached, shard.start, mask, heads, score, patch.group, patch.settings.backend, shard.intervals
+    )

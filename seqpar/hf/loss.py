@@ -120,7 +120,7 @@ class TokenLoss:
         if isinstance(logits, LazyLogits):
             hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
             total = fused_cross_entropy(
-                hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.loss_chunk, few_count
+                hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.settings.loss_chunk, few_count
             )
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
@@ -225,7 +225,7 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
     """
     loss = local_loss
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
-    if patch.group is not None and patch.ranks > 1 and patch.batches != "per_rank":
+    if patch.group is not None and patch.ranks > 1 and patch.settings.batches != "per_rank":
         loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
     forward = current_forward()
     if forward is not None and forward.model is model:
@@ -235,9 +235,9 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
 
 def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
     """The number by which the wrappers around ``model`` divide the sum of the partial gradients."""
-    if patch.gradients == "partial" or not torch.is_grad_enabled():
+    if patch.settings.gradients == "partial" or not torch.is_grad_enabled():
         return 1
-    if patch.gradients == "mean":
+    if patch.settings.gradients == "mean":
         return patch.ranks
     forward = current_forward()
     found = averaging_wrappers(model, in_forward=forward is not None and forward.model is model)
@@ -252,7 +252,9 @@ def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale
     if patch.ranks == 1:
         return x
     assert patch.group is not None
-    shared = patch.batches == "shared"  # otherwise every rank computes its own loss, and all gradients are summed
+    shared = (
+        patch.settings.batches == "shared"
+    )  # otherwise every rank computes its own loss, and all gradients are summed
     if shared:
         note_frozen(x, patch.group)
     full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group, scale, shared)

@@ -49,7 +49,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     patch: Patch = model._seqpar
     original_call = type(model)._call_impl
-    if patch.batches == "shared":  # in ``verify``
+    if patch.settings.batches == "shared":  # in ``verify``
         return original_call(model, *args, **kwargs)
     kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
     if generates(kwargs):

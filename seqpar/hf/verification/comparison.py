@@ -111,7 +111,7 @@ class FullBatch:
         tokens, entries = tokens_of(batch, "give verify the full batch"), dict(batch)
         rows, self.seq_len = tokens.shape[:2]
         shape = (rows, self.seq_len)
-        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.layout)  # [s_local]
+        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.settings.layout)  # [s_local]
         index = torch.arange(self.seq_len)
         self.valid = torch.ones(shape, dtype=torch.bool)  # False for padding
         boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
@@ -218,9 +218,9 @@ def _input_causes(name: str, full: Tensor, patch: Patch, batch: FullBatch) -> It
         count = torch.arange(len(batch.positions)).expand(*full.shape[:-1], -1)
         yield count, "they count this rank's tokens, not the tokens of the sequence"
     for layout in LAYOUTS:
-        if layout != patch.layout:
+        if layout != patch.settings.layout:
             part = full.index_select(-1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
-            yield part, f"they belong to layout {layout!r}, but the model has layout={patch.layout!r}"
+            yield part, f"they belong to layout {layout!r}, but the model has layout={patch.settings.layout!r}"
     if name == "labels":
         once = "shard_batch shifts labels once, before the batch is cut"
         for padding, start, how in (((0, 1), 1, "shifted twice"), ((1, 0), 0, "not shifted")):

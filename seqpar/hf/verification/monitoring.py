@@ -120,7 +120,9 @@ class _Monitor:
             if error > tolerance:
                 found = Difference("gradient", name, "", (), tuple(range(patch.ranks)), error, tolerance, why)
                 sizes = 0, seq_len, patch.ranks
-                raise VerificationError(VerificationReport((found,), nan, nan, *sizes, patch.strategy, patch.layout))
+                raise VerificationError(
+                    VerificationReport((found,), nan, nan, *sizes, patch.settings.strategy, patch.settings.layout)
+                )
 
     def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The full batch: all-gathered if the model was called with this rank's part."""

@@ -148,7 +148,11 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(evaluated(model))
-        stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, batches="shared"))
+        stack.enter_context(
+            mock.patch.multiple(
+                patch, calls=patch.calls, seed=patch.seed, settings=replace(patch.settings, batches="shared")
+            )
+        )
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
@@ -215,7 +219,9 @@ class _Verification:
         for stage in stages:
             if not any(difference.stops for difference in differences):
                 differences += stage()
-        strategy, layout = self._exchange([self.patch.strategy, self.patch.layout])[0]  # rank 0's, on every rank
+        strategy, layout = self._exchange([self.patch.settings.strategy, self.patch.settings.layout])[
+            0
+        ]  # rank 0's, on every rank
         differences.sort(key=lambda d: d.order)
         sizes = len(self.layers), self.batch.seq_len, self.patch.ranks
         return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
@@ -406,16 +412,10 @@ def _loss_of(output: Any) -> Tensor | None:
 
 def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
     """What decides which messages a rank sends, as lines of text."""
-
-    def of(patch: Any) -> str:
-        if not isinstance(patch, Patch):
-            return "not parallelized"
-        options = " ".join(f"{name}={value}" for name, value in sorted(patch.options.items()))
-        return f"strategy={patch.strategy!r}, layout={patch.layout!r}, backend={patch.backend!r} {options}".strip()
-
-    lines = [f"{type(root).__name__} with {of(patch)}, ranks={patch.ranks}, gradients={patch.gradients!r}"]
+    lines = [f"{type(root).__name__} with {patch.settings}, ranks={patch.ranks}"]
     for name, layer in layers.items():
-        lines.append(f"layer {name!r} ({type(layer).__name__}) with {of(getattr(layer, '_seqpar', None))}")
+        settings = getattr(getattr(layer, "_seqpar", None), "settings", "no settings: not parallelized")
+        lines.append(f"layer {name!r} ({type(layer).__name__}) with {settings}")
     for name, p in root.named_parameters():
         lines.append(f"{name} {p.dtype} {'trained' if p.requires_grad else 'frozen'}")
     return lines
