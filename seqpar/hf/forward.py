@@ -17,15 +17,8 @@ from ..checks import no_compile
 from ..wrappers import averaging_wrappers, keeps_weight
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
-from .logits import LazyLogits, MissingLogits, label_log_probs
-from .loss import (
-    LOG_PROBS,
-    LogProbsOutput,
-    TokenLoss,
-    check_loss,
-    replace_loss_function,
-    version_of,
-)
+from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
+from .loss import TokenLoss, check_loss, replace_loss_function, version_of
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
 
@@ -85,9 +78,9 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "are sharded; call it with the full batch, without shard_batch"
             )
     elif generates(kwargs):
-        kwargs, forward.full_call, forward.logit_index = shard_generation(model, kwargs, has_images)
+        kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
     else:
-        kwargs, forward.full_call, forward.logit_index = shard_call(model, kwargs, has_images)
+        kwargs, forward.full_call = shard_call(model, kwargs, has_images)
     if has_images and forward.full_call is not None:
         forward.positions = forward.full_call.tokens[patch.rank]
     forward.shard = kwargs["seqpar"]
@@ -255,8 +248,8 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     forward = current_forward()
     if forward is None:
         return None
-    if forward.logit_index is not None:
-        return (args[0].index_select(-2, forward.logit_index.to(args[0].device)), *args[1:])
+    if forward.full_call is not None and (keep := forward.full_call.keep) is not None:
+        return (args[0].index_select(-2, keep.to(args[0].device)), *args[1:])
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     if not forward.wants_loss or not is_plain or not keeps_weight(cast(nn.Linear, head), forward.model):
         return None

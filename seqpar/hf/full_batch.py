@@ -62,18 +62,16 @@ def generates(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
 
-ShardedCall = tuple[dict[str, Any], FullCall, Tensor | None]
-
-
-def shard_call(model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None) -> ShardedCall:
+def shard_call(
+    model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None
+) -> tuple[dict[str, Any], FullCall]:
     """Prepare a call with a full batch. With images, the text model's hook shards the tokens.
 
     ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
-    compare their batches, in some of the calls, and agree on a seed. The result: the arguments of this rank's forward,
-    with the entry ``seqpar``; the ``FullCall``; and, with images, the indices of this rank's tokens whose logits are
-    computed, int64, or None for all.
+    compare their batches, in some of the calls, and agree on a seed. The first result is the arguments of this rank's
+    forward, with the entry ``seqpar``.
     """
-    return _shard_merged_call(model, kwargs, seed) if has_images else (*_shard_text_call(model, kwargs, seed), None)
+    return (_shard_merged_call if has_images else _shard_text_call)(model, kwargs, seed)
 
 
 def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
@@ -223,7 +221,7 @@ def has_more_than_text(kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 
 
-def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | None) -> ShardedCall:
+def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
     full = {name: x for name, x in kwargs.items() if x is not None}
     ids = full.get("position_ids")
     boundaries = [name for name in BOUNDARY_NAMES if name in full]
@@ -245,7 +243,7 @@ def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | Non
     if full.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
         tokens: Any = full.get("input_ids", full.get("inputs_embeds"))
         full["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    return full, full_call, local.get("logits_to_keep")
+    return full, replace(full_call, keep=local.get("logits_to_keep"))
 
 
 @no_compile

@@ -61,7 +61,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     outputs, full_calls = [], []
     for rank, (batch, seed) in enumerate(_all_gather_batches(model, kwargs, group)):
         try:
-            local, full_call, _ = shard_call(model, batch, False, seed)
+            local, full_call = shard_call(model, batch, False, seed)
         except ValueError as error:
             raise ValueError(f"the batch of rank {rank} of the sequence: {error}") from error
         if recomputes and rank < patch.ranks - 1:

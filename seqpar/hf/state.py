@@ -167,6 +167,7 @@ class FullCall:
     last: Tensor | None = None  # int64 [rows], for a sequence classifier: the token of each row whose scores count
     labels: Tensor | None = None  # for a sequence classifier: the labels of the rows
     fills_cache: bool = False  # whether the batch is the prompt of a generation
+    keep: Tensor | None = None  # with images, the indices of this rank's tokens that get logits, int64; None: all
 
 
 @dataclass
@@ -179,7 +180,6 @@ class Forward:
     wants_loss: bool = False  # whether the caller passed labels
     full_call: FullCall | None = None  # if the caller passed a full batch
     positions: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
-    logit_index: Tensor | None = None  # int64, the indices of this rank's tokens that get logits; None: all
     hidden: Tensor | None = None  # [batch, seq, hidden], input of the output embedding, until logits are made of it
     scores: Tensor | None = None  # [batch, seq_local, num_labels], in a sequence classifier
     labels: Tensor | None = None  # removed from a call, because the model would compute a cross-entropy itself
@@ -211,13 +211,11 @@ def current_forward() -> Forward | None:
 
 
 def push_forward(forward: Forward) -> None:
-    """Make ``forward`` the innermost current forward."""
     _forwards.set((*_forwards.get(), forward))
     shards_text_model[0] = forward.positions is not None
 
 
 def pop_forward() -> None:
-    """Remove the innermost current forward."""
     _forwards.set(_forwards.get()[:-1])
     forward = current_forward()
     shards_text_model[0] = forward is not None and forward.positions is not None

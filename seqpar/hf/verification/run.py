@@ -29,7 +29,7 @@ from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
-from ...verification import VerificationError, tolerance_of
+from ...verification import VerificationError, error_of, products, tolerance_of
 from ...wrappers import averages_over
 from ..batch import checksum
 from ..loss import reduce_over_ranks
@@ -358,13 +358,17 @@ class _Verification:
         parameter = dict(self.model.named_parameters())[name]
         if group is None or name not in theirs or all(parameter is not p for p in self.unsharded.values()):
             return False
-        local, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
+        local = ours.get(name, torch.zeros_like(theirs[name])).float()
         total = local.to(parameter.device, copy=True)
         dist.all_reduce(total, group=group)
         total = total.cpu()
+
+        def equal(a: Tensor, e: Tensor) -> bool:
+            return error_of(products(a, e).tolist()) <= self.tolerance
+
         scales = (1, self.patch.ranks)  # for a wrapper that averages, the loss is multiplied by the number of ranks
-        is_sum = any(bool((total / c - full).norm() <= self.tolerance * full.norm()) for c in scales)
-        is_mean = bool((self.patch.ranks * local - total).norm() <= self.tolerance * total.norm())
+        is_sum = any(equal(total / c, theirs[name]) for c in scales)
+        is_mean = equal(self.patch.ranks * local, total)
         by_rank = self._exchange([is_sum, is_mean])
         return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
 
