@@ -155,14 +155,11 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class ModelMask(NamedTuple):
-    """A mask that a model asks for."""
-
     function: MaskFunction
     optional: bool  # whether SDPA may leave the mask out and read ``is_causal``
 
 
 def model_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> ModelMask:
-    """The mask of a call of the mask interface."""
     optional = kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip", False)
     return ModelMask(mask_function or masking_utils.causal_mask_function, bool(optional))
 

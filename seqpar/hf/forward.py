@@ -47,7 +47,6 @@ def unwrap_forward(model: nn.Module) -> None:
 
 @no_compile
 def _is_direct_call(model: nn.Module) -> bool:
-    """Whether ``model.forward`` was called directly, although ``model`` has hooks."""
     forward = current_forward()
     if before_forward not in model._forward_pre_hooks.values() or not cast(Patch, model._seqpar).sharded:
         return False
@@ -125,7 +124,6 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
 
 
 def _check_wrapper(model: nn.Module, patch: Patch) -> None:
-    """Raise an error if a ``ParallelismConfig`` parallelized a model that is trained without a wrapper."""
     trains = model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     if not patch.needs_wrapper or not trains:
         return
@@ -259,7 +257,6 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
 
 @no_compile
 def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLogits | None:
-    """Return the lazy logits of the input that ``before_head`` stored."""
     forward = current_forward()
     if forward is None or forward.hidden is None:
         return None

@@ -89,9 +89,7 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
     else:
         local = shard_for_rank(batch, patch.ranks, patch.rank, patch.settings.layout, seed=seed)
     shard = local["seqpar"]
-    tokens = tuple(
-        shard_positions(shard.seq_len, patch.ranks, rank, patch.settings.layout) for rank in range(patch.ranks)
-    )
+    tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, shard.layout) for rank in range(patch.ranks))
     logits = tokens
     if keeps_some:
         wanted = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]

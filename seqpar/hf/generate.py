@@ -88,8 +88,6 @@ class _TokensHeader(NamedTuple):
 
 
 def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
-    """Raise an error unless all ranks pass the same tokens, and a prompt has padding only on the left."""
-
     def header() -> _TokensHeader:
         # A forward that adds a single token to the cache adds no padding, so its mask need not be copied to the host.
         if attention_mask is not None and (past == 0 or tokens.shape[1] > 1):
@@ -264,8 +262,5 @@ def decode(
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
     heads = Heads.of_model(q.shape[2], k.shape[2])
-    cached = k, v, positions
-    mask = layer_mask(shard.mask, *in_layer)
-    return attend_to_cached(
-        q, cached, shard.start, mask, heads, score, patch.group, patch.settings.backend, shard.intervals
-    )
+    cached, mask, backend = (k, v, positions), layer_mask(shard.mask, *in_layer), patch.settings.backend
+    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, backend, shard.intervals)

@@ -57,7 +57,6 @@ def disable_latent_kv(layer: nn.Module) -> None:
 
 
 def has_latent_kv(layer: nn.Module) -> bool:
-    """Whether ``layer`` passes latents and rotated keys to the attention function."""
     return vars(layer).get(_METHOD) is _unchanged
 
 

@@ -157,7 +157,6 @@ def restore_loss_function(module: nn.Module) -> TokenLoss | None:
 
 
 def _check_labels(labels: Tensor, original: Tensor, forward: Forward) -> None:
-    """Raise an error if the model's forward has changed the labels, which ``num_items`` counts."""
     changed = version_of(original) != forward.labels_version
     if not changed and labels is not original:
         changed = labels.shape != original.shape or not torch.equal(labels.to(original.device), original)
@@ -248,9 +247,8 @@ def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale
     if patch.ranks == 1:
         return x
     assert patch.group is not None
-    shared = (
-        patch.settings.batches == "shared"
-    )  # otherwise every rank computes its own loss, and all gradients are summed
+    # Without a shared batch every rank computes its own loss, and all gradients are summed.
+    shared = patch.settings.batches == "shared"
     if shared:
         note_frozen(x, patch.group)
     full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group, scale, shared)

@@ -219,8 +219,6 @@ def _copy_new_values(original: PreTrainedConfig, ours: PreTrainedConfig, first_v
 
 
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
-    """Register the hooks of ``root``, and replace its loss functions."""
-
     def before(module: nn.Module, hook: Any, with_kwargs: bool = True) -> None:
         patch.undo.callback(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs).remove)
 

@@ -97,7 +97,6 @@ class Patch:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the sequence is sharded over."""
         return size_of(self.group)
 
     @property
@@ -106,7 +105,6 @@ class Patch:
         return rank_in(self.group)
 
     def sharding(self, seq_len: int) -> Sharding:
-        """The sharding of a sequence of ``seq_len`` tokens."""
         strategy: Literal["local"] | None = "local" if self.group is None else None
         return Sharding(seq_len, self.settings.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
 
@@ -205,7 +203,6 @@ shards_text_model = [False]
 
 
 def current_forward() -> Forward | None:
-    """The innermost current forward, or None."""
     forwards = _forwards.get()
     return forwards[-1] if forwards else None
 

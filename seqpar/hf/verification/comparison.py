@@ -357,7 +357,6 @@ def _dense_attention(
     softcap: float | None,
     sinks: Tensor | None,  # float32 [h]
 ) -> Tensor:
-    """Attention with a dense mask: [b, s_local, h, v_head_dim]."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale  # [b, h, s_local, s]

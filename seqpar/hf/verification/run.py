@@ -148,11 +148,8 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(evaluated(model))
-        stack.enter_context(
-            mock.patch.multiple(
-                patch, calls=patch.calls, seed=patch.seed, settings=replace(patch.settings, batches="shared")
-            )
-        )
+        shared = replace(patch.settings, batches="shared")
+        stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, settings=shared))
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
@@ -219,9 +216,8 @@ class _Verification:
         for stage in stages:
             if not any(difference.stops for difference in differences):
                 differences += stage()
-        strategy, layout = self._exchange([self.patch.settings.strategy, self.patch.settings.layout])[
-            0
-        ]  # rank 0's, on every rank
+        settings = self.patch.settings
+        strategy, layout = self._exchange([settings.strategy, settings.layout])[0]  # rank 0's, on every rank
         differences.sort(key=lambda d: d.order)
         sizes = len(self.layers), self.batch.seq_len, self.patch.ranks
         return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
