@@ -117,7 +117,12 @@ def parallelize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
     settings = Settings(strategy, layout, backend, gradients, loss_chunk, outputs, batches, memory, options)
-    placement = resolve(strategy, mesh, group, options)
+    return apply(settings, model, mesh, group)
+
+
+def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: ProcessGroup | None) -> Model:
+    """``parallelize`` with checked arguments."""
+    placement = resolve(settings.strategy, mesh, group, settings.options)
     if any(hasattr(m, "_seqpar") for m in model.modules()):
         raise ValueError("model: it is parallelized already; call seqpar.hf.restore(model) first")
     roots = _root_models(model)
@@ -142,10 +147,10 @@ def parallelize(
     for root in roots:
         _register_hooks(root, patch)
         verify_while_training(root, patch)
-    if memory is not None:
+    if settings.memory is not None:
         patch.undo.callback(restore_memory, model)
         try:
-            memory.apply(model, [layer for text in texts for layer in layers_of(text)])
+            settings.memory.apply(model, [layer for text in texts for layer in layers_of(text)])
         except ValueError:
             patch.undo.close()
             raise
