@@ -280,8 +280,8 @@ class HeadExchange:
             This rank's head shard ``[t, b, w]``: its query heads, then its KV heads of k, then its KV heads of v.
         """
         parts, batch = chunk.parts(x, *kv), x.shape[0]
-        width = row_widths(parts)[self.rank]
-        sent = self._sent(parts)
+        shapes = [(slices.counts[self.rank], y.shape[3]) for y, slices in parts]
+        width, sent = sum(heads * dim for heads, dim in shapes), self._sent(parts)
         sends = [self.tokens * batch * w for w in row_widths(sent)]
         receives = [length * batch * width for length in self.lengths]
         receives[self.rank] = sends[self.rank]
@@ -290,7 +290,6 @@ class HeadExchange:
         received, pending = start_all_to_all(messages, sends, receives, self.link)
         shard = x.new_empty(sum(self.lengths), batch, width)
         if sent is not parts:
-            shapes = [(slices.counts[self.rank], y.shape[3]) for y, slices in parts]
             for in_sequence, in_shard in self._own(parts, split_heads(shard, shapes)):
                 in_shard.copy_(in_sequence)
 
