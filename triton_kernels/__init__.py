@@ -5,8 +5,8 @@
 * :func:`merge_`: merge two partial results into one.
 * :func:`apply_rotary`: rotary embedding in one pass.
 
-Read ``tiles.py`` first (names, softmax in base 2), then ``forward.py`` (the carry), then ``backward.py``. A ``Launch``
-(``launch.py``) is a kernel with its arguments. ``configs.py`` has the tile sizes, and ``tune.py`` measures others.
+Read ``tiles.py`` first (names, softmax in base 2), then ``forward.py`` (the carry), then ``backward_kernels.py``. A
+``Launch`` (``launch.py``) is a kernel with its arguments. ``configs.py`` has the tile sizes, and ``tune.py`` measures others.
 ``python tools/gate.py`` compiles everything ahead of time, for GPUs that this machine does not have,
 and prints registers, spills, shared memory and matrix instructions.
 
