@@ -41,15 +41,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
 
+import checkout  # noqa: F401, isort: skip
 import seqpar
 from seqpar.comm.nccl import nccl_report
 from seqpar.comm.p2p import exchange
 from seqpar.layout import LAYOUTS
 from seqpar.mesh import ranks_by_host
 
-seqpar.__path__.append(sys.path[0])  # where seqpar.triton_kernels is in a checkout, see setup.py
 # CUDA reads it when it starts: matrix products with the same result in every run, for the resumed run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

@@ -12,22 +12,13 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def find_packages() -> None:
-    """Import seqpar and tests from this checkout, whatever is installed."""
-    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-    import seqpar
-
-    seqpar.__path__.append(str(ROOT))  # where seqpar.triton_kernels is in a checkout, see setup.py
-    assert find_spec("seqpar.triton_kernels") is not None
-
 
 def main(path: str) -> None:
     """Run the task that stdin describes: ``{"name": ..., "function": ..., "arguments": [...], "skip": [...]}``."""
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-    find_packages()
+    import checkout
+
+    assert find_spec("seqpar.triton_kernels") is not None, checkout.ROOT
     from gpu_checks import synchronize
     from gpu_report import Rows, causes
 
