@@ -53,7 +53,7 @@ class Model(nn.Module):
         q = layer(x).unflatten(-1, (2, HIDDEN // 2))  # [b, s, heads, head_dim]
         if self.kind == "attention" and sharding is not None:
             q = sharding.shard(q)
-        attended = seqpar.attention(q, q, q, strategy="ring" if sharding else "local", sharding=sharding).flatten(2)
+        attended = seqpar.attention(q, q, q, strategy="ring" if sharding is not None else "local", sharding=sharding).flatten(2)
         return sharding.unshard(attended) if self.kind == "attention" and sharding is not None else attended
 
     def layer(self, x: Tensor, sharding: Sharding | None) -> Tensor:
@@ -62,7 +62,7 @@ class Model(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor, sharding: Sharding | None) -> Tensor:
         """The loss. ``ids`` and ``labels`` are int64 ``[b, s]``, of all tokens."""
-        shard, unshard = (seqpar.shard, seqpar.unshard) if sharding else (lambda x, sharding: x,) * 2
+        shard, unshard = (seqpar.shard, seqpar.unshard) if sharding is not None else (lambda x, sharding: x,) * 2
         kind = self.kind
         if kind in ("tokens", "mixed", "middle"):
             ids = shard(ids, sharding=sharding)
