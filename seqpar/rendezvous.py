@@ -83,7 +83,9 @@ def _gather(store: dist.Store, key: str, value: str, size: int, timeout: timedel
     keys = [f"{current}/{i}" for i in range(1, size)]
     with suppress(RuntimeError):  # DistStoreError
         store.wait(keys, timeout)
-    entries: list[Any] = [["", value], *(json.loads(store.get(k)) if store.check([k]) else None for k in keys)]
+    written = keys if store.check(keys) else [k for k in keys if store.check([k])]
+    values = dict(zip(written, map(json.loads, store.multi_get(written)), strict=True)) if written else {}
+    entries: list[Any] = [["", value], *map(values.get, keys)]
     store.set(f"{current}/all", json.dumps(entries))
     return [entry and entry[1] for entry in entries]
 

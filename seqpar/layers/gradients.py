@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -194,12 +195,14 @@ def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, fro
 
     def header() -> _GradientHeader:
         reductions = owners().reductions
+        ranks = frozenset(dist.get_process_group_ranks(group))
+        shares = cache(lambda other: len(ranks.intersection(dist.get_process_group_ranks(other))) > 1)
         for name, p in named:
             if p.grad is not None and p.grad.layout != torch.strided:
                 raise TypeError(
                     f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False"
                 )
-            _check_not_reduced(name, p, group, reductions.get(id(p), ()))
+            _check_not_reduced(name, p, ranks, shares, reductions.get(id(p), ()))
         for (_, p), kind in zip(named, gradient_kinds(named, group, frozen), strict=True):
             facts.append([int(p.grad is not None), *map(int, kind)])
         description = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
@@ -278,9 +281,17 @@ def _differs(g: Tensor, mean: Tensor) -> Tensor:
     return differs.to(torch.int32)
 
 
-def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: Iterable[Reduction]) -> None:
-    """Raise if a gradient has been reduced over ranks of ``group`` already, by a wrapper or by ``sync_gradients``."""
-    ranks = frozenset(dist.get_process_group_ranks(group))
+def _check_not_reduced(
+    name: str,
+    p: nn.Parameter,
+    ranks: frozenset[int],
+    shares: Callable[[ProcessGroup], bool],
+    owned: Iterable[Reduction],
+) -> None:
+    """Raise if a gradient has been reduced over several of ``ranks``, by a wrapper or by ``sync_gradients``.
+
+    ``shares`` says whether a group has several of ``ranks``.
+    """
     for reduction in owned:
         if reduction.divisor is not None and len(reduction.ranks & ranks) > 1:
             raise ValueError(
@@ -290,7 +301,7 @@ def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: I
             )
     if isinstance(p, DTensor):
         for dim, placement in enumerate(p.placements):
-            if placement.is_shard() and _shares_ranks(p.device_mesh.get_group(dim), group):
+            if placement.is_shard() and shares(p.device_mesh.get_group(dim)):
                 raise ValueError(
                     f"{name}: a DTensor whose shards are on the ranks that its gradient would be summed over; shard it "
                     "over other dimensions of the mesh"
@@ -299,7 +310,7 @@ def _check_not_reduced(name: str, p: nn.Parameter, group: ProcessGroup, owned: I
         return
     g = _local_tensor(p.grad)
     for earlier, version in _summed_over.get(g, {}).items():
-        if _shares_ranks(earlier, group):
+        if shares(earlier):
             since = "no backward has added to it since" if version == g._version else "it has been written to since"
             raise ValueError(
                 f"{name}: sync_gradients has summed this gradient already, and {since}; call it once a step, after the "

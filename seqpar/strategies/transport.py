@@ -71,11 +71,13 @@ class KeyValues:
         self._message = message
 
     def message(self, rows: RowSpans, to: Link | None, length: int | None = None) -> Message:
-        """A message of ``rows``, to be sent over ``to``; padded to ``length`` rows with any values."""
+        """A message of ``rows``, to be sent over ``to``; padded to ``length`` rows with zeros."""
         full = rows.count == self.kv[0].shape[1]
         if full and self._message is not None:
             return self._message
         message = Message(self.kv, length or rows.count, to=to)
+        if message.rows > rows.count:
+            message.flat.zero_()  # TORCH_NCCL_NAN_CHECK=1 looks at the padding too
         rows.copy_to(message.narrow(0, rows.count), self.kv)
         if full:
             self._message = message  # every step of the ring sends it again
@@ -239,7 +241,8 @@ class Collectives:
     ) -> Wait:
         plan = self._plan
         elements = plan.longest * sum(x.shape[0] * x.shape[2] * x.shape[3] for x in dkv)
-        by_rank = dkv[0].new_empty(plan.per_host, plan.hosts, elements)
+        padded = any(transfer.owner_rows.count < plan.longest for transfer in step.intra_host.receives)
+        by_rank = (dkv[0].new_zeros if padded else dkv[0].new_empty)(plan.per_host, plan.hosts, elements)
         by_rank[plan.rank % plan.per_host, plan.rank // plan.per_host].zero_()  # ``dkv`` has this rank's part
         for i, transfer in enumerate(step.intra_host.receives):
             assert partial is not None and isinstance(step.keys, GatheredRows)

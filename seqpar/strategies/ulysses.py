@@ -77,19 +77,19 @@ def ulysses_forward(
     dims = q.shape[3], k.shape[3], v.shape[3]
     out = q.new_empty(*q.shape[:3], out_dim)
     saved: list[Tensor] = []
-    outgoing: list[Incoming] = []
+    outgoing: list[list[Incoming]] = []  # by chunk
     chunk_kv: list[Tensor] = []
     for chunk, shard in exchange.head_shards(q, k, v):  # [t, b, w]
         chunk_q, *new_kv = chunk.split(shard, dims)  # [b, t, h, d], [b, t, n, d], [b, t, n, e]
         chunk_kv = new_kv or chunk_kv
         chunk_k, chunk_v = chunk_kv
         chunk_out, chunk_lse = ring_forward(new_run(chunk.heads, chunk_q, chunk_k, chunk_v), chunk_q, chunk_k, chunk_v)
-        outgoing.append(exchange.to_sequence(chunk.query_slices, (chunk_out, out)))
+        outgoing.append([exchange.to_sequence(chunk.query_slices, (chunk_out, out))])
+        _finish(outgoing, 2)
         if new_kv and exchange.shares_kv:
             shard = shard[:, :, : len(chunk.heads.queries) * dims[0]].contiguous()
         saved += [shard, chunk_out, chunk_lse]
-    for sent in outgoing:
-        sent.wait()
+    _finish(outgoing, 0)
     return out, *saved
 
 
@@ -126,7 +126,7 @@ def ulysses_backward(
     dk, dv = (like.new_empty(*shape, dtype=kv_dtype) for shape in (k_shape, v_shape))
     dsinks: Tensor | None = None
     kv_shards = saved[-2:] if exchange.shares_kv else ()  # exchanged again
-    outgoing: list[Incoming] = []
+    outgoing: list[list[Incoming]] = []  # by chunk
     chunk_kv: list[Tensor] = []
     for i, (chunk, shard) in enumerate(exchange.head_shards(dout, *kv_shards)):
         saved_shard, out, lse = saved[3 * i : 3 * i + 3]
@@ -140,7 +140,7 @@ def ulysses_backward(
         chunk_dq, *chunk_dkv, chunk_dsinks = ring_backward(
             run, chunk_dout, chunk_dlse, chunk_q, chunk_k, chunk_v, out, lse
         )
-        outgoing.append(exchange.to_sequence(chunk.query_slices, (chunk_dq.to(dq.dtype), dq)))
+        outgoing.append([exchange.to_sequence(chunk.query_slices, (chunk_dq.to(dq.dtype), dq))])
         # Consecutive chunks may read the same KV heads. The last of these chunks sends the sum of their gradients.
         if chunk.has_kv:
             kv_slices, sum_dkv = chunk.kv_slices, chunk_dkv
@@ -148,14 +148,24 @@ def ulysses_backward(
             sum_dkv = [x + y for x, y in zip(sum_dkv, chunk_dkv, strict=True)]
         if i + 1 == len(chunks) or chunks[i + 1].has_kv:
             sum_dk, sum_dv = (x.to(kv_dtype) for x in sum_dkv)
-            outgoing.append(exchange.to_sequence(kv_slices, (sum_dk, dk), (sum_dv, dv)))
+            outgoing[-1].append(exchange.to_sequence(kv_slices, (sum_dk, dk), (sum_dv, dv)))
+        _finish(outgoing, 2)
         if chunk_dsinks is not None:
             dsinks = chunk_dsinks.new_zeros(dout.shape[2]) if dsinks is None else dsinks
             at = chunk.heads.q_range(within=exchange.heads)
             dsinks[at.start : at.stop] = chunk_dsinks
-    for sent in outgoing:
-        sent.wait()
+    _finish(outgoing, 0)
     return dq, dk, dv, dsinks
+
+
+def _finish(outgoing: list[list[Incoming]], keep: int) -> None:
+    """Wait for the messages of all chunks but the last ``keep``, and free the messages.
+
+    With ``keep`` 2, a kernel waits for no more than before: the chunk that it reads was posted after these messages.
+    """
+    while len(outgoing) > keep:
+        for sent in outgoing.pop(0):
+            sent.wait()
 
 
 def saved_shapes(

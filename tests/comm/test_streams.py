@@ -170,6 +170,29 @@ def test_chunks_of_ulysses_wait_for_no_kernel_behind_them() -> None:
             assert after == [i <= number - 3 for i in range(4)]
 
 
+def test_ulysses_holds_the_messages_of_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four chunks, in forward and in backward: what was sent two chunks ago is waited for, and freed."""
+    held, most = list[Any](), 0
+    send, wait = head_exchange.HeadExchange.to_sequence, head_exchange.Incoming.wait
+
+    def counted_send(*args: Any) -> Any:
+        nonlocal most
+        held.append(send(*args))
+        most = max(most, len(held))
+        return held[-1]
+
+    def counted_wait(self: head_exchange.Incoming) -> Tensor:
+        held[:] = [x for x in held if x is not self]
+        return wait(self)
+
+    monkeypatch.setattr(head_exchange.HeadExchange, "to_sequence", counted_send)
+    monkeypatch.setattr(head_exchange.Incoming, "wait", counted_wait)
+    with one_rank(WORLD) as simulator:
+        attend(simulator, layers=1, strategy="ulysses")
+        assert len(simulator.named("gradients")) == 4
+    assert not held and most <= 2 * 3  # of dq, and of dk and dv
+
+
 def test_kernels_do_not_wait_for_other_hosts() -> None:
     """The transfers inside a host wait for the rows of other hosts; the kernels launched before those do not."""
     with one_rank(4) as simulator:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -44,6 +46,25 @@ def test_gradients_are_summed_in_float32(pool: Pool, dtype: torch.dtype) -> None
         assert grads["one"] is not None and (grads["one"] == 5).all()
         assert grads["none"] is None
         assert grads["frozen"] is not None and (grads["frozen"] == rank).all()
+
+
+@on_ranks
+def ranks_looked_up(group: ProcessGroup, layers: int) -> int:
+    """How often ``sync_gradients`` looks up the ranks of a group, for DTensors that are replicated over other ranks."""
+    module = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(layers))
+    mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
+    for linear in module:
+        weight = nn.Parameter(DTensor.from_local(torch.ones(1, 2), mesh["dp"], [Shard(0)]))
+        weight.grad = DTensor.from_local(torch.ones(1, 2), mesh["dp"], [Shard(0)])
+        linear.weight = weight
+    with mock.patch.object(dist, "get_process_group_ranks", wraps=dist.get_process_group_ranks) as looked_up:
+        seqpar.sync_gradients(module, mesh=mesh)
+    return looked_up.call_count
+
+
+def test_the_checks_of_many_parameters_look_up_the_ranks_once(pool: Pool) -> None:
+    few, many = pool.run(8, ranks_looked_up, 1), pool.run(8, ranks_looked_up, 20)
+    assert max(many) <= max(few)
 
 
 @on_ranks

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.layout import LAYOUTS
-from seqpar.strategies import call, head_exchange
+from seqpar.strategies import call, head_exchange, transport
 
 from ..cases import Batch
 from ..hosts import hosts_of
@@ -358,3 +358,33 @@ def attend_at_the_size_of_a_chunk(group: ProcessGroup, strategy: str) -> Results
 def test_uneven_shards_have_equal_numbers_of_chunks(pool: Pool, strategy: str) -> None:
     problem = Problem(17, heads=4, kv_heads=4, head_dim=8)
     verify_group(Case(problem, strategy, "contiguous"), pool.run(2, attend_at_the_size_of_a_chunk, strategy))
+
+
+@on_ranks
+def attend_with_padding(group: ProcessGroup) -> list[bool]:
+    """Whether each collective of an uneven all-gather sends finite numbers, if new memory is full of NaN."""
+    finite = list[bool]()
+
+    def checked(name: str) -> Any:
+        start = getattr(transport, name)
+
+        def started(x: Tensor, *args: Any) -> Any:
+            finite.append(bool(x.isfinite().all()))
+            return start(x, *args)
+
+        return mock.patch.object(transport, name, started)
+
+    torch.use_deterministic_algorithms(True)  # with its default, which fills new memory
+    try:
+        with checked("start_all_gather"), checked("start_reduce_scatter"):
+            case = Case(Problem(17, rules=(Rule("full"),)), "all_gather", "contiguous", seq_len_given=True)
+            attend(case, rank_positions(17, 2, group.rank(), "contiguous"), group=group)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return finite
+
+
+def test_padding_is_finite(pool: Pool) -> None:
+    """NCCL can be told to check what it sends (TORCH_NCCL_NAN_CHECK)."""
+    for finite in pool.run(2, attend_with_padding):
+        assert len(finite) >= 2 and all(finite)
