@@ -53,7 +53,8 @@ class Model(nn.Module):
         q = layer(x).unflatten(-1, (2, HIDDEN // 2))  # [b, s, heads, head_dim]
         if self.kind == "attention" and sharding is not None:
             q = sharding.shard(q)
-        attended = seqpar.attention(q, q, q, strategy="ring" if sharding is not None else "local", sharding=sharding).flatten(2)
+        strategy = "local" if sharding is None else "ring"
+        attended = seqpar.attention(q, q, q, strategy=strategy, sharding=sharding).flatten(2)
         return sharding.unshard(attended) if self.kind == "attention" and sharding is not None else attended
 
     def layer(self, x: Tensor, sharding: Sharding | None) -> Tensor:
@@ -79,7 +80,7 @@ class Model(nn.Module):
             x = shard(self.middle(unshard(x, sharding=sharding).cumsum(1)), sharding=sharding)
         if kind in ("tokens", "mixed", "middle", "stem"):
             losses = F.cross_entropy(self.head(x).mT, shard(labels, sharding=sharding), reduction="none")
-            if sharding:
+            if sharding is not None:
                 loss = loss + seqpar.token_loss(losses, shard(labels, sharding=sharding), sharding=sharding)
             else:
                 loss = loss + losses.sum() / (labels != -100).sum()
