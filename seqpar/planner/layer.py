@@ -7,6 +7,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from .attention import AttentionTimeline
@@ -23,21 +24,31 @@ class RankTimeline:
         setting: the model, the mask, the cluster and the split of the ranks.
         ring_rank: the index of the rank in its ring; by default the slowest rank's.
         ulysses_rank, tensor_rank: the index along the other dimensions. Rank 0 has at least as many heads as any other.
+        head_groups: in how many groups of heads attention is computed, each with messages of its own.
     """
 
     def __init__(
-        self, setting: Setting, ring_rank: int | None = None, ulysses_rank: int = 0, tensor_rank: int = 0
+        self,
+        setting: Setting,
+        ring_rank: int | None = None,
+        ulysses_rank: int = 0,
+        tensor_rank: int = 0,
+        head_groups: int = 1,
     ) -> None:
-        self.setting = setting
+        self.setting, self._head_groups = setting, head_groups
         ring_rank = setting.slowest_ring_rank() if ring_rank is None else ring_rank
         place = RankPlace(setting, ring_rank, ulysses_rank, tensor_rank)
         rank = (ring_rank * setting.ulysses + ulysses_rank) * setting.tensor + tensor_rank
         self._tokens = len(setting.sharding._positions(rank, 1)) * setting.batch
-        self._place, self._attention = place, AttentionTimeline(place)
+        m = setting.model
+        group = replace(m, heads=m.heads // head_groups, kv_heads=m.kv_heads // head_groups)
+        self._place = place
+        self._attention = AttentionTimeline(replace(place, setting=replace(setting, model=group)))
 
     def attention(self, timeline: Timeline, backward: bool = False) -> None:
         """Record the forward of attention, or its backward, with all messages."""
-        self._attention.record(timeline, backward)
+        for _ in range(self._head_groups):
+            self._attention.record(timeline, backward)
 
     def forward(self, timeline: Timeline, attention: bool = True) -> None:
         """Record the forward of a layer; with ``attention=False``, everything but attention."""
@@ -56,8 +67,11 @@ class RankTimeline:
         self._linear(timeline, "MLP", summed=down)
         self._memory_bound(timeline, "residual", 3 * m.hidden)
 
-    def backward(self, timeline: Timeline) -> None:
-        """Record the backward of a layer. A linear layer has two GEMMs: the gradients of its input and its weight."""
+    def backward(self, timeline: Timeline, keeps_attention: bool = False) -> None:
+        """Record the backward of a layer. A linear layer has two GEMMs: the gradients of its input and its weight.
+
+        Groups of heads compute their forward again, without their attention if ``keeps_attention``.
+        """
         m, (qkv, output) = self.setting.model, self._projection_seconds()
         up, down = self._mlp_seconds()
         self._linear(timeline, "MLP", gathered=2 * down)
@@ -66,6 +80,10 @@ class RankTimeline:
         self._linear(timeline, "MLP", gathered=up, summed=up)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
         self._linear(timeline, "output projection", gathered=2 * output)
+        if self._head_groups > 1:
+            timeline.compute("q, k, v, output projection", qkv + output)
+            if not keeps_attention:
+                self.attention(timeline)
         self.attention(timeline, True)
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
         self._linear(timeline, "q, k, v", gathered=qkv, summed=qkv)
@@ -74,10 +92,6 @@ class RankTimeline:
     def mlp_seconds(self) -> float:
         """Seconds of the GEMMs of the MLP in forward."""
         return sum(self._mlp_seconds())
-
-    def projection_seconds(self) -> float:
-        """Seconds of the GEMMs before and after attention in forward."""
-        return sum(self._projection_seconds())
 
     def _projection_seconds(self) -> tuple[float, float]:
         """Seconds of the projections in forward: to q, k and v, and of the output."""

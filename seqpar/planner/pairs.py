@@ -23,7 +23,7 @@ def visible_pairs(mask: Mask, seq_len: int) -> int:
     """
     rows, total = mask.runs(seq_len), 0
     for runs in rows:
-        count = np.diff(np.append(runs.start, seq_len))
+        count = np.diff(np.append(np.minimum(runs.start, seq_len), seq_len))
         for sign, end, slope in ((1, runs.hi, runs.hi_step), (-1, runs.lo, runs.lo_step)):
             total += sign * int(_keys_below(end, slope, count, seq_len).sum())
     return total // len(rows)
