@@ -23,7 +23,8 @@ from .checks import check_number
 from .comm.trace import trace
 from .layers import AttentionLayer
 from .mesh import check_mesh_and_group, size_of
-from .sharding import OtherRowsError, Sharding
+from .same_rows import OtherRowsError
+from .sharding import Sharding
 
 # The largest error that counts as equal, relative to the norm of one device's tensor.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from ..checks import no_compile
 from ..layout import shard_positions
 from ..mask import Mask
-from ..sharding import check_every
+from ..same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
 from .loss import all_gather_tokens, gradient_scale, join_tiles, reduce_over_ranks
