@@ -29,8 +29,9 @@ from .kernels import select
 from .kernels.base import Carry, Score, empty_carry, finish, merge_
 from .mask import Mask
 from .mesh import rank_in, size_of
+from .same_rows import compare, compares_now
 from .schedule.rows import KeyIntervals
-from .sharding import Sharding, compare, compares_now
+from .sharding import Sharding
 from .spec import AttentionSpec, attention_spec
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ mask all three are balanced.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -51,6 +51,8 @@ from .checks import TRANSPOSE
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 CPU = torch.device("cpu")
+# Tokens of a rank at equal distances: their indices among the rank's tokens, and among the tokens of several ranks.
+Piece = tuple[slice, slice]
 
 
 def split_range(length: int, parts: int, index: int) -> range:
@@ -296,16 +298,15 @@ class TokenLayout:
 
     def tensor_rows(self, rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
         """For each tensor rank, the indices of its tokens in ``rank_positions(rank)``, int64 ``[seq_local]``."""
-        return self._rows(rank * self.tensor, self.tensor, 1, device)
+        merged, parts = self.tensor_positions(rank)
+        return cached_tensors(
+            ("tensor_rows", self, rank),
+            device,
+            lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
+        )
 
-    def ulysses_rows(self, ring_rank: int, device: torch.device = CPU) -> tuple[Tensor, ...]:
-        """For each ulysses rank, the indices of its tokens in ``ring_positions(ring_rank)``, int64 ``[seq_local]``."""
-        ranks = self.ulysses * self.tensor
-        return self._rows(ring_rank * ranks, ranks, self.tensor, device)
-
-    def ulysses_pieces(self, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
-        """The tokens of all ulysses ranks in the order of positions, as slices of each rank's tokens. None if they are
-        striped, because there would be a slice for each token."""
+    def ulysses_pieces(self, ring_rank: int) -> tuple[tuple[Piece, ...], ...]:
+        """For each ulysses rank of ``ring_rank``, the pieces of its tokens."""
         return _ulysses_pieces(self, ring_rank)
 
     def ulysses_lengths(self, ring_rank: int) -> list[int]:
@@ -315,27 +316,20 @@ class TokenLayout:
     def _positions(self, first: int, count: int) -> Positions:
         return merged_positions(self.seq_len, self.ranks * self.tensor, first, count, self.layout)
 
-    def _rows(self, first: int, count: int, each: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Divide the ``count`` ranks from ``first`` into blocks of ``each``. For each block, the indices of its tokens
-        among the tokens of all ``count`` ranks."""
-        merged = self._positions(first, count)
-        parts = [self._positions(first + i, each) for i in range(0, count, each)]
-        return cached_tensors(
-            ("rows", self, first, count, each),
-            device,
-            lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
-        )
-
 
 @lru_cache(maxsize=256)
-def _ulysses_pieces(sharding: TokenLayout, ring_rank: int) -> tuple[tuple[int, slice], ...] | None:
+def _ulysses_pieces(sharding: TokenLayout, ring_rank: int) -> tuple[tuple[Piece, ...], ...]:
+    full, tensor = sharding.ring_positions(ring_rank), sharding.tensor
     first = ring_rank * sharding.ulysses
-    by_rank = [sharding._positions((first + i) * sharding.tensor, sharding.tensor) for i in range(sharding.ulysses)]
-    if not all(positions.is_ranges for positions in by_rank):
-        return None
-    pieces = [
-        (stripe.start, rank, slice(offset, offset + stripe.count))
-        for rank, positions in enumerate(by_rank)
-        for stripe, offset in positions.with_offsets()
-    ]
-    return tuple((rank, tokens) for _, rank, tokens in sorted(pieces, key=lambda piece: piece[0]))
+
+    def pieces(held: Positions) -> Iterator[Piece]:
+        for stripe, offset in held.with_offsets():
+            each = stripe.block if stripe.block < stripe.count else 1  # pieces of a stripe
+            for i in range(each):
+                tokens = range(i, stripe.count, each)
+                rows = [full.count_below(stripe.at(token)) for token in tokens[:2]]
+                step = rows[-1] - rows[0] or 1
+                yield slice(offset + i, offset + stripe.count, each), slice(rows[0], rows[0] + len(tokens) * step, step)
+
+    ranks = range(first, first + sharding.ulysses)
+    return tuple(tuple(pieces(sharding._positions(rank * tensor, tensor))) for rank in ranks)

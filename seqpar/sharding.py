@@ -5,21 +5,15 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_loca
 
 from __future__ import annotations
 
-import os
-import zlib
-from collections.abc import Callable, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import check_bool, check_choice, check_int, no_compile
-from .comm.collectives import all_gather
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from .compile_types import Opaque, register_reference_type
 from .layout import (
@@ -30,7 +24,6 @@ from .layout import (
     check_lengths,
     shard_length,
     shard_positions,
-    shard_ranges,
 )
 from .mesh import (
     ANY_RANKS,
@@ -42,7 +35,9 @@ from .mesh import (
     size_of,
 )
 from .placement import Placement
-from .reductions import factor_at, mark, note_frozen
+from .reductions import note_frozen
+from .same_rows import compare, compares_now
+from .shards import Shard, Unshard
 from .spec import AttentionSpec
 from .strategies import STRATEGIES, StrategyName, resolve
 
@@ -109,6 +104,10 @@ class Sharding(Opaque):
         """Of ``strategies.tensor_operators.chunks_of``."""
         return {}
 
+    @cached_property
+    def _tokens(self) -> TokenLayout:
+        return TokenLayout(self.seq_len, self.layout, ring=self.ranks)
+
     @property
     def ranks(self) -> int:
         """The number of ranks."""
@@ -172,7 +171,7 @@ class Sharding(Opaque):
         dim = self._check_full(x, dim)
         if self.sequence_group is None:
             return x
-        out: Tensor = _Shard.apply(x, dim, self, self.sequence_group)
+        out: Tensor = Shard.apply(x, dim, self._tokens, self.sequence_group)
         return out
 
     @no_compile
@@ -204,7 +203,7 @@ class Sharding(Opaque):
         if self.sequence_group is None:
             return x_local
         note_frozen(x_local, self.sequence_group)
-        out: Tensor = _Unshard.apply(x_local, dim, self, self.sequence_group)
+        out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
         return out
 
     def _check_full(self, x: Tensor, dim: int) -> int:
@@ -414,11 +413,8 @@ def unshard(
     Args:
         x_local: this rank's shard, with ``seq_local`` entries along ``dim``.
         dim: the dimension of the sequence.
-        mesh: as given to ``shard``.
-        group: as given to ``shard``.
-        layout: as given to ``shard``.
-        sharding: instead of the other arguments; the call is then ``sharding.unshard(x_local, dim)``.
-        strategy: as given to ``shard``.
+        mesh, group, layout, strategy: as given to ``shard``.
+        sharding: instead of them; the call is then ``sharding.unshard(x_local, dim)``.
 
     Returns:
         ``x_local`` with ``seq`` entries along ``dim``, in the order of the sequence.
@@ -467,11 +463,8 @@ def positions(
 
     Args:
         seq_len: the length of the full sequence, in tokens.
-        mesh: as given to ``shard``.
-        group: as given to ``shard``.
-        layout: as given to ``shard``.
+        mesh, group, layout, strategy: as given to ``shard``.
         sharding: instead of the other arguments; the call is then ``sharding.positions()``.
-        strategy: as given to ``shard``.
 
     Returns:
         int64 ``[seq_local]`` on the CPU, increasing.
@@ -490,64 +483,6 @@ def positions(
         check_sharding(sharding)
         sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len, strategy=strategy)
     return sharding.positions()
-
-
-class OtherRowsError(ValueError):
-    """The ranks that share a sequence were about to shard different tensors."""
-
-
-class _FullHeader(NamedTuple):
-    """A checksum of a tensor that every rank holds in full."""
-
-    content: Fingerprint
-
-
-# The number of calls of ``Sharding.shard`` with each group, while SEQPAR_CHECK is set.
-_calls: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
-
-
-def compares_now(group: ProcessGroup | None) -> bool:
-    """Whether the environment variable SEQPAR_CHECK asks the ranks of ``group`` to compare the tensor of this call."""
-    every = check_every()
-    if not every or group is None:
-        return False
-    _calls[group] = _calls.get(group, -1) + 1
-    return _calls[group] % every == 0
-
-
-def check_every() -> int | None:
-    """The number of calls after which the ranks compare what they should all hold, from SEQPAR_CHECK; 0 for never.
-
-    Raises:
-        ValueError: the environment variable is not a number.
-    """
-    given = os.environ.get("SEQPAR_CHECK")
-    if given is not None and not given.isdecimal():
-        raise ValueError(f"SEQPAR_CHECK={given}: expected a number of calls; 0 compares nothing")
-    return None if given is None else int(given)
-
-
-_SAME_ROWS = (
-    "give all of them the same rows. Usually a sampler has dealt the rows to all ranks: in a data loader, use "
-    "DistributedSampler(dataset, num_replicas=dp, rank=dp_rank), with the size of the mesh's dp dimension and this "
-    "rank's index in it"
-)
-
-
-def compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None, advice: str = _SAME_ROWS) -> None:
-    """Raise a ValueError on every rank if the ranks' ``x`` differ. ``check()`` raises if ``x`` does not fit."""
-
-    def header() -> _FullHeader:
-        check()
-        data: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return _FullHeader(Fingerprint(zlib.crc32(data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))))
-
-    contents = [header.content for header in all_gather_header(header, group)]
-    if other := [rank for rank, content in enumerate(contents) if content != contents[0]]:
-        raise OtherRowsError(
-            f"x: rank(s) {other} of the {len(contents)} ranks that share the sequence hold another tensor than rank 0; "
-            + advice
-        )
 
 
 class _ShardHeader(NamedTuple):
@@ -602,64 +537,3 @@ def _check_dim(name: str, x: Tensor, dim: int) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: {name} has {x.dim()} dimensions, {tuple(x.shape)}; choose one of them")
     return dim % x.dim()
-
-
-def _along(dim: int, positions: range) -> tuple[slice, ...]:
-    """The index of ``positions`` along ``dim``."""
-    return (*[slice(None)] * dim, slice(positions.start, positions.stop, positions.step))
-
-
-def _local_shard(x: Tensor, dim: int, sharding: Sharding) -> Tensor:
-    """This rank's shard of ``x``, as a contiguous copy."""
-    group = sharding.sequence_group
-    ranges = shard_ranges(sharding.seq_len, size_of(group), rank_in(group), sharding.layout)
-    parts = [x[_along(dim, r)] for r in ranges or (range(0),)]  # a rank without tokens returns an empty tensor
-    # Zigzag has two ranges. One range may be a view of x, so it is copied.
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
-
-
-def _all_gather_shards(x_local: Tensor, dim: int, sharding: Sharding) -> Tensor:
-    """The full tensor from every rank's shard."""
-    by_rank = all_gather(x_local, sharding.lengths, dim, sharding.sequence_group)  # in the order of the ranks
-    if sharding.layout == "contiguous":  # already in the order of the sequence
-        return by_rank.contiguous()
-    full = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
-    # Slices instead of an index of all tokens, because copying an index to the GPU would make the host wait.
-    start, ranks = 0, len(sharding.lengths)
-    for rank in range(ranks):
-        for r in shard_ranges(sharding.seq_len, ranks, rank, sharding.layout):
-            full[_along(dim, r)] = by_rank.narrow(dim, start, len(r))
-            start += len(r)
-    return full
-
-
-class _Shard(torch.autograd.Function):
-    """Forward selects this rank's shard, backward all-gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, sharding: Sharding, group: ProcessGroup) -> Tensor:
-        ctx.spec = dim, sharding
-        mark(ctx, group, "whole")
-        return _local_shard(x, dim, sharding)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        factor = factor_at(ctx)
-        full = _all_gather_shards(grad, *ctx.spec)
-        return full if factor == 1 else full / factor, None, None, None
-
-
-class _Unshard(torch.autograd.Function):
-    """Forward all-gathers, backward selects this rank's shard."""
-
-    @staticmethod
-    def forward(ctx: Any, x_local: Tensor, dim: int, sharding: Sharding, group: ProcessGroup) -> Tensor:
-        ctx.spec = dim, sharding
-        mark(ctx, group, "partial", open=True)
-        return _all_gather_shards(x_local, dim, sharding)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        factor = factor_at(ctx)
-        local = _local_shard(grad, *ctx.spec)
-        return local if factor == 1 else local * factor, None, None, None

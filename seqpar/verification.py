@@ -23,7 +23,8 @@ from .checks import check_number
 from .comm.trace import trace
 from .layers import AttentionLayer
 from .mesh import check_mesh_and_group, size_of
-from .sharding import OtherRowsError, Sharding
+from .same_rows import OtherRowsError
+from .sharding import Sharding
 
 # The largest error that counts as equal, relative to the norm of one device's tensor.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -212,14 +213,14 @@ def _compare(
     if missing := actual.keys() ^ expected.keys():
         causes.append(f"only one of the models has a gradient for {', '.join(sorted(missing)[:_SHOWN])}")
     names = [name for name in actual if name in expected]
-    numbers = torch.stack([_numbers(actual[x], expected[x], group) for x in names]) if names else torch.zeros(0, 5)
+    numbers = torch.stack([_numbers(actual[x], expected[x], group) for x in names]) if names else torch.zeros(0, 6)
     by_rank = _gather((loss, numbers), group)
     loss = max((x for x, _ in by_rank), key=lambda x: abs(x - expected_loss))
     stats = torch.stack([x for _, x in by_rank])  # [ranks, parameters, 5]
     differences = [_difference(name, stats[:, i], tolerance) for i, name in enumerate(names)]
     found = tuple(sorted((x for x in differences if x.error > tolerance), key=lambda x: -x.error))
     if not causes and (found or not _same_loss(loss, expected_loss, tolerance)):
-        summed = all(_error(*row[[3, 1, 4]].tolist()) <= tolerance for row in stats[0]) and len(names) > 0
+        summed = all(error_of(row[[4, 5]].tolist()) <= tolerance for row in stats[0]) and len(names) > 0
         causes = _causes(differences, found, summed, bool(asked), bool(done.backends), ranks, tolerance)
     return StepReport(loss, expected_loss, found, len(names), ranks, tolerance, tuple(causes))
 
@@ -301,29 +302,44 @@ def _factor(ratio: float, ranks: int, tolerance: float) -> float:
 
 
 def _difference(name: str, rows: Tensor, tolerance: float) -> GradientDifference:
-    """``rows [ranks, 5]``: the numbers of a parameter on each rank."""
-    errors, ratios, parallel = [], [], True
-    for aa, ee, ae, _, _ in rows.tolist():
-        errors.append(_error(aa, ee, ae))
-        ratios.append(ae / ee if ee else float("inf"))
-        parallel &= ee > 0 and aa - ae * ae / ee <= (tolerance * ratios[-1]) ** 2 * ee
+    """``rows [ranks, 6]``: the ``_numbers`` of a parameter on each rank."""
+    by_rank = rows.tolist()
+    errors, ratios = [error_of(x) for x in by_rank], [ratio_of(x) for x in by_rank]
     worst = max(range(len(errors)), key=errors.__getitem__)
     same = max(ratios) - min(ratios) <= tolerance * abs(ratios[0])
-    return GradientDifference(name, errors[worst], ratios[worst], parallel and same)
-
-
-def _error(aa: float, ee: float, ae: float) -> float:
-    """The norm of a - e, relative to the norm of e."""
-    return math.sqrt(max(0.0, aa - 2 * ae + ee) / (ee or 1.0))
+    parallel = same and all(is_multiple(x, tolerance) for x in by_rank)
+    return GradientDifference(name, errors[worst], ratios[worst], parallel)
 
 
 def _numbers(actual: Tensor, expected: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The products a·a, e·e and a·e, and with s, the sum of ``a`` over the ranks, s·s and s·e: float64 ``[5]``."""
+    """The ``products`` of the gradients, and the first two of the sum of ``actual`` over the ranks: ``[6]``."""
     total = actual.clone()
     if group is not None:
         dist.all_reduce(total, group=group)
-    a, e, s = (x.double().flatten() for x in (actual, expected, total))
-    return torch.stack([a @ a, e @ e, a @ e, s @ s, s @ e]).cpu()
+    return torch.cat([products(actual, expected), products(total, expected)[:2]])
+
+
+def products(a: Tensor, e: Tensor) -> Tensor:
+    """Of a gradient ``a`` and one device's gradient ``e``: |a - e|², |e|², a·e and |a|², float64 ``[4]`` on the CPU."""
+    a, e = a.double().flatten(), e.double().flatten()
+    return torch.stack([(a - e) @ (a - e), e @ e, a @ e, a @ a]).cpu()
+
+
+def error_of(numbers: Sequence[float], least: float = 0.0) -> float:
+    """|a - e| relative to |e|, or to ``least`` if that is greater. ``numbers`` begin with the ``products``."""
+    error = math.sqrt(numbers[0]) / (max(math.sqrt(numbers[1]), least) or 1.0)
+    return math.inf if math.isnan(error) else error
+
+
+def ratio_of(numbers: Sequence[float]) -> float:
+    """The factor by which ``e`` comes closest to ``a``."""
+    return numbers[2] / numbers[1] if numbers[1] else math.inf
+
+
+def is_multiple(numbers: Sequence[float], tolerance: float) -> bool:
+    """Whether ``a`` is ``e`` times ``ratio_of(numbers)``."""
+    _, ee, ae, aa, *_ = numbers
+    return ee > 0 and aa - ae * ae / ee <= (tolerance * ae / ee) ** 2 * ee
 
 
 def _run(step: Step, model: nn.Module) -> tuple[float, dict[str, Tensor]]:

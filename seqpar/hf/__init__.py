@@ -16,7 +16,7 @@ except ImportError as error:
 from ..verification import VerificationError
 from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
-from .loss import token_log_probs
+from .logits import token_log_probs
 from .patch import parallelize, restore
 from .verification.run import VerificationReport, verify
 

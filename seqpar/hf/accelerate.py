@@ -28,6 +28,7 @@ import copy
 import inspect
 import os
 import weakref
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,8 +46,8 @@ from transformers import PreTrainedModel, Trainer
 from ..checks import check_choice, check_int
 from ..memory import Memory
 from ..wrappers import EXPLICIT
-from .patch import Arguments, check_arguments, parallelize
-from .state import Batches, Patch, patch_of
+from .patch import Arguments, apply
+from .state import Batches, Patch, Settings, patch_of
 from .support import ignores_num_items
 
 if TYPE_CHECKING:
@@ -102,11 +103,11 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         if cp_size < 1 and cp_size != -1:
             raise ValueError(f"cp_size={cp_size}: expected at least 1, or -1 for all ranks")
         check_choice("batches", batches, ("auto", "shared", "per_rank"))
-        check_arguments(**arguments, batches="shared" if batches == "auto" else batches)
+        self.batches: Batches | Literal["auto"] = batches
+        self.settings = Settings.of(**arguments, batches="shared" if batches == "auto" else batches)
         # With a cp_size greater than 1, the parent class would check the requirements of accelerate's own backend.
         super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
         self.cp_size = cp_size
-        self.arguments: dict[str, Any] = {**arguments, "batches": batches}
         # An Accelerator keeps a copy of this config, made by ``_for_accelerator``. Only the copy has the next values.
         self.sequence_ranks = 1  # the number of ranks that share a sequence
         self._original = self  # the config that the copy was made from
@@ -119,7 +120,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     def to_json(self) -> dict[str, Any]:
         """The arguments by name, for the Trainer's reports."""
         sizes = {name: getattr(self, name) for name in ("cp_size", "dp_replicate_size", "dp_shard_size")}
-        return {**sizes, **{k: str(v) if isinstance(v, Memory) else v for k, v in self.arguments.items()}}
+        arguments = {**vars(self.settings), **self.settings.options, "batches": self.batches}
+        del arguments["options"]
+        return {**sizes, **{k: str(v) if isinstance(v, Memory) else v for k, v in arguments.items()}}
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh of the config that an Accelerator keeps. None for a config that no Accelerator has copied yet."""
@@ -128,10 +131,10 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
         """Replace the config of ``accelerator``, and its methods that prepare models and data loaders."""
-        batches, trainer = self._original.arguments["batches"], _trainer_being_made()
+        batches, trainer = self._original.batches, _trainer_being_made()
         if batches == "auto":
             batches = "per_rank" if _needs_per_rank_batches(trainer) else "shared"
-        if self is not self._original and self.arguments["batches"] == batches:
+        if self is not self._original and self.settings.batches == batches:
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
             config = self._original._for_accelerator(accelerator, batches)
@@ -169,7 +172,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             )
         config = copy.copy(self)
         config.sequence_ranks, config.cp_size = cp_size, 1
-        config.arguments = {**self.arguments, "batches": batches}
+        config.settings = replace(self.settings, batches=batches)
         if world == 1:
             return config
         if dp_size == 1 and accelerator.is_fsdp2:
@@ -192,7 +195,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
     def _parallelize(self, model: nn.Module) -> None:
         """Parallelize ``model``, unless it is parallelized already or contains no transformers model."""
-        ranks, batches = self.sequence_ranks, self.arguments["batches"]
+        ranks, batches = self.sequence_ranks, self.settings.batches
         if self._multiplier and ranks > 1:
             for root in model.modules():
                 if isinstance(root, PreTrainedModel) and ignores_num_items(root):
@@ -204,11 +207,11 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         patch = next((p for m in model.modules() if isinstance(p := getattr(m, "_seqpar", None), Patch)), None)
         if patch is None:
             if any(isinstance(m, PreTrainedModel) for m in model.modules()):
-                parallelize(model, group=self._group, **self.arguments)
+                apply(self.settings, model, None, self._group)
                 patch_of(model).needs_wrapper = ranks > 1
-        elif patch.ranks != ranks or (ranks > 1 and patch.batches != batches):
+        elif patch.ranks != ranks or (ranks > 1 and patch.settings.batches != batches):
             raise ValueError(
-                f"model: it is parallelized over {patch.ranks} ranks with batches={patch.batches!r}, but the "
+                f"model: it is parallelized over {patch.ranks} ranks with batches={patch.settings.batches!r}, but the "
                 f"ParallelismConfig has cp_size={ranks} and batches={batches!r}; leave the call of parallelize out"
             )
 
@@ -362,12 +365,12 @@ class SequenceParallelMixin(_Mixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         patch = self._patch
-        if self.is_deepspeed_enabled and patch.gradients == "auto":
+        if self.is_deepspeed_enabled and patch.settings.gradients == "auto":
             raise ValueError(
                 f"gradients='auto': the Trainer uses DeepSpeed, whose configuration decides what it divides by; "
                 f"{EXPLICIT}"
             )
-        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.outputs != "full":
+        if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.settings.outputs != "full":
             raise ValueError(
                 "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
                 "prediction_loss_only=True"

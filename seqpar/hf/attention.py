@@ -117,12 +117,12 @@ def attention_forward(
             # The odd multiplier spreads the layers' indices over 32 bits.
             seed = (seqpar.seed_on_host + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62
         spec = AttentionSpec(
-            strategy=patch.strategy,
-            strategy_options=constants(patch.options),
+            strategy=patch.settings.strategy,
+            strategy_options=constants(patch.settings.options),
             softmax_scale=constant_float(scale),
             softcap=constant_float(softcap or 0.0),
             dropout_p=constant_float(dropout),
-            backend=patch.backend,
+            backend=patch.settings.backend,
             layer_mask=in_layer,
             returns_saved=torch.compiler.is_compiling(),
         )
@@ -155,14 +155,11 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class ModelMask(NamedTuple):
-    """A mask that a model asks for."""
-
     function: MaskFunction
     optional: bool  # whether SDPA may leave the mask out and read ``is_causal``
 
 
 def model_mask(mask_function: MaskFunction | None = None, **kwargs: Any) -> ModelMask:
-    """The mask of a call of the mask interface."""
     optional = kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip", False)
     return ModelMask(mask_function or masking_utils.causal_mask_function, bool(optional))
 

@@ -232,13 +232,13 @@ class PlanCollator:
 
     def __init__(self, model: nn.Module, collate: Callable[[list[Any]], Any] = default_collate) -> None:
         patch = patch_of(model)
-        if patch.strategy == "auto":
+        if patch.settings.strategy == "auto":
             raise ValueError(
                 "model: with strategy='auto' the strategy is chosen in each call; call parallelize with the name of a "
                 "strategy"
             )
         self.collate = collate
-        self.planner = mask_planner(patch.sharding(patch.ranks), patch.strategy, **patch.options)
+        self.planner = mask_planner(patch.sharding(patch.ranks), patch.settings.strategy, **patch.settings.options)
         self.layer_masks = tuple(patch.layer_masks)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:

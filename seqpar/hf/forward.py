@@ -17,15 +17,8 @@ from ..checks import no_compile
 from ..wrappers import averaging_wrappers, keeps_weight
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
-from .logits import LazyLogits, MissingLogits, label_log_probs
-from .loss import (
-    LOG_PROBS,
-    LogProbsOutput,
-    TokenLoss,
-    check_loss,
-    replace_loss_function,
-    version_of,
-)
+from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
+from .loss import TokenLoss, check_loss, replace_loss_function, version_of
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
 
@@ -54,7 +47,6 @@ def unwrap_forward(model: nn.Module) -> None:
 
 @no_compile
 def _is_direct_call(model: nn.Module) -> bool:
-    """Whether ``model.forward`` was called directly, although ``model`` has hooks."""
     forward = current_forward()
     if before_forward not in model._forward_pre_hooks.values() or not cast(Patch, model._seqpar).sharded:
         return False
@@ -85,9 +77,9 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "are sharded; call it with the full batch, without shard_batch"
             )
     elif generates(kwargs):
-        kwargs, forward.full_call, forward.logit_index = shard_generation(model, kwargs, has_images)
+        kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
     else:
-        kwargs, forward.full_call, forward.logit_index = shard_call(model, kwargs, has_images)
+        kwargs, forward.full_call = shard_call(model, kwargs, has_images)
     if has_images and forward.full_call is not None:
         forward.positions = forward.full_call.tokens[patch.rank]
     forward.shard = kwargs["seqpar"]
@@ -132,11 +124,10 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
 
 
 def _check_wrapper(model: nn.Module, patch: Patch) -> None:
-    """Raise an error if a ``ParallelismConfig`` parallelized a model that is trained without a wrapper."""
     trains = model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
     if not patch.needs_wrapper or not trains:
         return
-    if patch.gradients == "auto" and not averaging_wrappers(model, in_forward=False):
+    if patch.settings.gradients == "auto" and not averaging_wrappers(model, in_forward=False):
         raise ValueError(
             f"model={type(model).__name__}: it is trained without a wrapper (DistributedDataParallel, FSDP), so that "
             "nothing sums the gradients of the ranks of the ParallelismConfig; train what accelerator.prepare(model) "
@@ -203,7 +194,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if isinstance(output, tuple):
         return tuple(x for x in output if not isinstance(x, LazyLogits))
     if isinstance(lazy := getattr(output, "logits", None), LazyLogits):
-        full = forward.patch.batches == "per_rank" and forward.patch.outputs == "full"
+        full = forward.patch.settings.batches == "per_rank" and forward.patch.settings.outputs == "full"
         return type(output)(**{**output, "logits": lazy.materialize() if full else MissingLogits()})
     return output
 
@@ -215,12 +206,12 @@ def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
     """
     patch = forward.patch
     if forward.targets is not None:
-        output = LogProbsOutput(label_log_probs(output.logits, forward.targets, patch.loss_chunk))
+        output = LogProbsOutput(label_log_probs(output.logits, forward.targets, patch.settings.loss_chunk))
     elif forward.labels is not None:
         logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]  # of each token
         loss = TokenLoss(patch, forward.model)(logits, forward.labels, seqpar=forward.batch_shard)
         output = (loss, *output) if isinstance(output, tuple) else type(output)(**{"loss": loss, **output})
-    elif not (fused and (forward.full_call or patch.batches == "per_rank")):
+    elif not (fused and (forward.full_call or patch.settings.batches == "per_rank")):
         if isinstance(output, Mapping):
             found = output.get("loss")
         else:  # a tuple starts with the loss, if there is one
@@ -255,8 +246,8 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
     forward = current_forward()
     if forward is None:
         return None
-    if forward.logit_index is not None:
-        return (args[0].index_select(-2, forward.logit_index.to(args[0].device)), *args[1:])
+    if forward.full_call is not None and (keep := forward.full_call.keep) is not None:
+        return (args[0].index_select(-2, keep.to(args[0].device)), *args[1:])
     is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
     if not forward.wants_loss or not is_plain or not keeps_weight(cast(nn.Linear, head), forward.model):
         return None
@@ -266,7 +257,6 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
 
 @no_compile
 def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLogits | None:
-    """Return the lazy logits of the input that ``before_head`` stored."""
     forward = current_forward()
     if forward is None or forward.hidden is None:
         return None

@@ -26,7 +26,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from ..checks import no_compile
 from ..layout import shard_positions
 from ..mask import Mask
-from ..sharding import check_every
+from ..same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
 from .loss import all_gather_tokens, gradient_scale, join_tiles, reduce_over_ranks
@@ -62,18 +62,16 @@ def generates(kwargs: dict[str, Any]) -> bool:
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
 
-ShardedCall = tuple[dict[str, Any], FullCall, Tensor | None]
-
-
-def shard_call(model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None) -> ShardedCall:
+def shard_call(
+    model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None
+) -> tuple[dict[str, Any], FullCall]:
     """Prepare a call with a full batch. With images, the text model's hook shards the tokens.
 
     ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
-    compare their batches, in some of the calls, and agree on a seed. The result: the arguments of this rank's forward,
-    with the entry ``seqpar``; the ``FullCall``; and, with images, the indices of this rank's tokens whose logits are
-    computed, int64, or None for all.
+    compare their batches, in some of the calls, and agree on a seed. The first result is the arguments of this rank's
+    forward, with the entry ``seqpar``.
     """
-    return _shard_merged_call(model, kwargs, seed) if has_images else (*_shard_text_call(model, kwargs, seed), None)
+    return (_shard_merged_call if has_images else _shard_text_call)(model, kwargs, seed)
 
 
 def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
@@ -89,9 +87,9 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
     if seed is None:
         local = _shard(batch, patch)
     else:
-        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=seed)
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.settings.layout, seed=seed)
     shard = local["seqpar"]
-    tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, patch.layout) for rank in range(patch.ranks))
+    tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, shard.layout) for rank in range(patch.ranks))
     logits = tokens
     if keeps_some:
         wanted = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
@@ -127,10 +125,10 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     else:
         compares = bool(every) and call % every == 0
     if compares:
-        local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.layout)
+        local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.settings.layout)
         patch.seed = local["seqpar"].seed
     else:
-        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.layout, seed=patch.seed)
+        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.settings.layout, seed=patch.seed)
     local["seqpar"].seed = (patch.seed + call * _SEED_STEP) % 2**62
     return local
 
@@ -141,7 +139,7 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
         output = _reduce_fused_loss(output, forward, full_call)
     patch = forward.patch
     scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
-    outputs = "full" if full_call.fills_cache else patch.outputs
+    outputs = "full" if full_call.fills_cache else patch.settings.outputs
     leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
         if full_call.logits is not full_call.tokens:
@@ -221,7 +219,7 @@ def has_more_than_text(kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 
 
-def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | None) -> ShardedCall:
+def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
     full = {name: x for name, x in kwargs.items() if x is not None}
     ids = full.get("position_ids")
     boundaries = [name for name in BOUNDARY_NAMES if name in full]
@@ -243,7 +241,7 @@ def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | Non
     if full.get("attention_mask") is None:  # with one, transformers does not look for documents, which ``shard`` has
         tokens: Any = full.get("input_ids", full.get("inputs_embeds"))
         full["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
-    return full, full_call, local.get("logits_to_keep")
+    return full, replace(full_call, keep=local.get("logits_to_keep"))
 
 
 @no_compile

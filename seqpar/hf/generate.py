@@ -32,7 +32,7 @@ _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image,
 
 def shard_generation(
     model: nn.Module, kwargs: dict[str, Any], has_images: bool
-) -> tuple[dict[str, Any], FullCall | None, Tensor | None]:
+) -> tuple[dict[str, Any], FullCall | None]:
     """Prepare a forward of ``generate``, as ``shard_call`` does. ``kwargs`` hold all new tokens on every rank.
 
     In a decoding step the result holds all new tokens too, and a ``DecodeShard``, but no ``FullCall``.
@@ -65,11 +65,11 @@ def shard_generation(
     padding = _left_padding(attention_mask)
     if past == 0 and new >= patch.ranks:
         prompt = {**kwargs, "attention_mask": attention_mask}
-        local, full_call, keep = shard_call(model, prompt, has_images, seed=0)
+        local, full_call = shard_call(model, prompt, has_images, seed=0)
         # With a cache, position_ids that restart start no document.
         local["seqpar"] = replace(local["seqpar"], mask=padding)
         _expect(cache, full_call.tokens[patch.rank], None, total)
-        return local, replace(full_call, fills_cache=True), keep
+        return local, replace(full_call, fills_cache=True)
     if has_images and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
         raise ValueError(
             "pixel_values: images were passed with a prompt shorter than the number of ranks, or after the cache was "
@@ -79,7 +79,7 @@ def shard_generation(
     cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
     _expect(cache, positions[cached_here], cached_here, total)
     kwargs["seqpar"] = DecodeShard(cache, past, padding)
-    return kwargs, None, None
+    return kwargs, None
 
 
 class _TokensHeader(NamedTuple):
@@ -88,8 +88,6 @@ class _TokensHeader(NamedTuple):
 
 
 def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
-    """Raise an error unless all ranks pass the same tokens, and a prompt has padding only on the left."""
-
     def header() -> _TokensHeader:
         # A forward that adds a single token to the cache adds no padding, so its mask need not be copied to the host.
         if attention_mask is not None and (past == 0 or tokens.shape[1] > 1):
@@ -264,6 +262,5 @@ def decode(
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
     heads = Heads.of_model(q.shape[2], k.shape[2])
-    cached = k, v, positions
-    mask = layer_mask(shard.mask, *in_layer)
-    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, patch.backend, shard.intervals)
+    cached, mask, backend = (k, v, positions), layer_mask(shard.mask, *in_layer), patch.settings.backend
+    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, backend, shard.intervals)

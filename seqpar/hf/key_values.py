@@ -57,7 +57,6 @@ def disable_latent_kv(layer: nn.Module) -> None:
 
 
 def has_latent_kv(layer: nn.Module) -> bool:
-    """Whether ``layer`` passes latents and rotated keys to the attention function."""
     return vars(layer).get(_METHOD) is _unchanged
 
 
@@ -118,9 +117,9 @@ def storing_layer(module: nn.Module) -> int:
 def gathers_shared_keys(module: nn.Module, patch: Patch, mask: Mask) -> bool:
     """Whether several layers share the keys of ``module``, and should all-gather them once."""
     modes = getattr(getattr(module, "config", None), "kv_sharing_modes", None)
-    if modes is None or patch.ranks == 1 or patch.strategy != "context_parallel":
+    if modes is None or patch.ranks == 1 or patch.settings.strategy != "context_parallel":
         return False
-    if patch.options.get("comm") not in (None, "all_gather") or mask.has_window:
+    if patch.settings.options.get("comm") not in (None, "all_gather") or mask.has_window:
         return False
     types, storing = cast(Any, module.config).layer_types, storing_layer(module)
     return modes[storing] == "store" and any(

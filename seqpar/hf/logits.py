@@ -1,23 +1,29 @@
-"""Logits that are computed for a few tokens at a time, and their losses.
+"""Logits that are computed for a few tokens at a time, and what is computed from them: losses and log-probabilities.
 
 Shapes: tokens of this rank, hidden, vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from .batch import IGNORE_INDEX
+from .state import patch_of
+from .support import pools_last_token, predicts_in_place
 
 _CHUNK_BYTES = 128 << 20
+LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities
 
 Pointwise = Callable[[Tensor], Tensor]
 
@@ -173,6 +179,60 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
         for x, y in zip(rows.split(chunk), wanted.split(chunk), strict=True)
     ]
     return torch.zeros(labels.numel(), device=rows.device).index_put((counted,), torch.cat(scored)).view(labels.shape)
+
+
+@dataclass
+class LogProbsOutput(ModelOutput):
+    """What a forward returns if it is asked for log-probabilities."""
+
+    log_probs: Tensor | None = None  # float32 [batch, seq]
+
+
+def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The log-probability of each token given the tokens before it.
+
+    The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
+    rank must compute the same loss from the result. Backward then computes partial gradients, which are summed over the
+    ranks as in a training on ``model(**batch).loss``. With ``batches="per_rank"``, each rank has its own batch and its
+    own loss.
+
+    Args:
+        model: a parallelized language model, also inside peft, DDP or FSDP.
+        batch: the full batch, as the model is called with it. Without ``labels`` or ``shift_labels``, all tokens are
+            labels, except for padding and for tokens whose position is 0 in ``position_ids``, which start a document.
+
+    Returns:
+        float32 ``[batch, seq - 1]``, the same on every rank. Entry ``t`` is the log-probability of label ``t + 1``, and
+        0 if this label is -100. With ``shift_labels [batch, seq]`` the result is ``[batch, seq]``, and entry ``t`` is
+        the log-probability of label ``t``. With ``outputs="local"``, or with a batch from ``shard_batch``, the result
+        has this rank's tokens only, ``[batch, seq_local]``.
+
+    Raises:
+        ValueError: the model is not parallelized, it does not predict the next token, or the batch cannot be sharded.
+    """
+    patch_of(model)
+    root = next(m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar"))
+    if pools_last_token(root) or predicts_in_place(root) or root.get_output_embeddings() is None:
+        raise ValueError(
+            f"model={type(root).__name__}: it does not predict the next token; give a causal language model"
+        )
+    batch = dict(batch)
+    if "labels" not in batch and "shift_labels" not in batch:
+        batch["labels"] = _labels(batch)
+    output: Any = model(**batch, **{LOG_PROBS: True})
+    return cast(Tensor, output.log_probs)
+
+
+def _labels(batch: dict[str, Any]) -> Tensor:
+    """The labels of a batch without labels: its tokens, and -100 for padding and the first token of each document."""
+    labels, ids, mask = batch.get("input_ids"), batch.get("position_ids"), batch.get("attention_mask")
+    if not isinstance(labels, Tensor) or "seqpar" in batch:
+        raise ValueError("batch: expected 'input_ids' [batch, seq] of a full batch, or 'labels'")
+    if isinstance(mask, Tensor) and mask.shape == labels.shape:
+        labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
+    if isinstance(ids, Tensor) and ids.dim() <= 2:
+        labels = torch.where(ids == 0, IGNORE_INDEX, labels)
+    return labels
 
 
 class _FusedCrossEntropy(torch.autograd.Function):

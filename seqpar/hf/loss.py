@@ -1,4 +1,4 @@
-"""The loss of a sharded sequence, the log-probabilities of its tokens, and the loss of its routers.
+"""The loss of a sharded sequence, and the loss of its routers.
 
 A loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
 partial gradients of all ranks is the one-device gradient.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, cast
 
@@ -18,9 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
-from transformers.utils import ModelOutput
 
 from ..checks import no_compile
 from ..comm.collectives import all_gather
@@ -30,8 +27,7 @@ from ..reductions import factor_at, mark, note_frozen
 from ..wrappers import averaged_ranks, averaging_wrappers
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, fused_cross_entropy
-from .state import Forward, Patch, current_forward, patch_of
-from .support import pools_last_token, predicts_in_place
+from .state import Forward, Patch, current_forward
 
 _ROUTER_LOSS = "load_balancing_loss_func"
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
@@ -120,7 +116,7 @@ class TokenLoss:
         if isinstance(logits, LazyLogits):
             hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
             total = fused_cross_entropy(
-                hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.loss_chunk, few_count
+                hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.settings.loss_chunk, few_count
             )
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
@@ -161,7 +157,6 @@ def restore_loss_function(module: nn.Module) -> TokenLoss | None:
 
 
 def _check_labels(labels: Tensor, original: Tensor, forward: Forward) -> None:
-    """Raise an error if the model's forward has changed the labels, which ``num_items`` counts."""
     changed = version_of(original) != forward.labels_version
     if not changed and labels is not original:
         changed = labels.shape != original.shape or not torch.equal(labels.to(original.device), original)
@@ -225,7 +220,7 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
     """
     loss = local_loss
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
-    if patch.group is not None and patch.ranks > 1 and patch.batches != "per_rank":
+    if patch.group is not None and patch.ranks > 1 and patch.settings.batches != "per_rank":
         loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
     forward = current_forward()
     if forward is not None and forward.model is model:
@@ -235,9 +230,9 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
 
 def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
     """The number by which the wrappers around ``model`` divide the sum of the partial gradients."""
-    if patch.gradients == "partial" or not torch.is_grad_enabled():
+    if patch.settings.gradients == "partial" or not torch.is_grad_enabled():
         return 1
-    if patch.gradients == "mean":
+    if patch.settings.gradients == "mean":
         return patch.ranks
     forward = current_forward()
     found = averaging_wrappers(model, in_forward=forward is not None and forward.model is model)
@@ -252,7 +247,8 @@ def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale
     if patch.ranks == 1:
         return x
     assert patch.group is not None
-    shared = patch.batches == "shared"  # otherwise every rank computes its own loss, and all gradients are summed
+    # Without a shared batch every rank computes its own loss, and all gradients are summed.
+    shared = patch.settings.batches == "shared"
     if shared:
         note_frozen(x, patch.group)
     full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group, scale, shared)
@@ -284,63 +280,6 @@ class _AllGatherTokens(torch.autograd.Function):
         # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
         local = grad.index_select(1, ctx.positions.to(grad.device))
         return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None, None
-
-
-LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities
-
-
-@dataclass
-class LogProbsOutput(ModelOutput):
-    """What a forward returns if it is asked for log-probabilities."""
-
-    log_probs: Tensor | None = None  # float32 [batch, seq]
-
-
-def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The log-probability of each token given the tokens before it.
-
-    The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
-    rank must compute the same loss from the result. Backward then computes partial gradients, which are summed over the
-    ranks as in a training on ``model(**batch).loss``. With ``batches="per_rank"``, each rank has its own batch and its
-    own loss.
-
-    Args:
-        model: a parallelized language model, also inside peft, DDP or FSDP.
-        batch: the full batch, as the model is called with it. Without ``labels`` or ``shift_labels``, all tokens are
-            labels, except for padding and for tokens whose position is 0 in ``position_ids``, which start a document.
-
-    Returns:
-        float32 ``[batch, seq - 1]``, the same on every rank. Entry ``t`` is the log-probability of label ``t + 1``, and
-        0 if this label is -100. With ``shift_labels [batch, seq]`` the result is ``[batch, seq]``, and entry ``t`` is
-        the log-probability of label ``t``. With ``outputs="local"``, or with a batch from ``shard_batch``, the result
-        has this rank's tokens only, ``[batch, seq_local]``.
-
-    Raises:
-        ValueError: the model is not parallelized, it does not predict the next token, or the batch cannot be sharded.
-    """
-    patch_of(model)
-    root = next(m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar"))
-    if pools_last_token(root) or predicts_in_place(root) or root.get_output_embeddings() is None:
-        raise ValueError(
-            f"model={type(root).__name__}: it does not predict the next token; give a causal language model"
-        )
-    batch = dict(batch)
-    if "labels" not in batch and "shift_labels" not in batch:
-        batch["labels"] = _labels(batch)
-    output: Any = model(**batch, **{LOG_PROBS: True})
-    return cast(Tensor, output.log_probs)
-
-
-def _labels(batch: dict[str, Any]) -> Tensor:
-    """The labels of a batch without labels: its tokens, and -100 for padding and the first token of each document."""
-    labels, ids, mask = batch.get("input_ids"), batch.get("position_ids"), batch.get("attention_mask")
-    if not isinstance(labels, Tensor) or "seqpar" in batch:
-        raise ValueError("batch: expected 'input_ids' [batch, seq] of a full batch, or 'labels'")
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
-    if isinstance(ids, Tensor) and ids.dim() <= 2:
-        labels = torch.where(ids == 0, IGNORE_INDEX, labels)
-    return labels
 
 
 # transformers' ``load_balancing_loss_func``, the loss of the routers in mixture-of-experts models, multiplies two means

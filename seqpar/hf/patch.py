@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import copy
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from ..checks import check_choice, check_int, check_options
-from ..kernels import BackendName, check_backend
-from ..layout import LAYOUTS, Layout
+from ..kernels import BackendName
+from ..layout import Layout
 from ..memory import Memory
 from ..memory import restore as restore_memory
 from ..memory.switches import layers_of
 from ..mesh import size_of
-from ..strategies import STRATEGIES, StrategyName, StrategyOptions, resolve, strategy_options
+from ..strategies import StrategyName, StrategyOptions, resolve
 from . import forward
 from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, structure
 from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
 from .per_rank import call
-from .state import NAME, Batches, Gradients, Outputs, Patch, patch_of
+from .state import NAME, Batches, Gradients, Outputs, Patch, Settings, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
 from .trial import Trial
 from .verification.monitoring import verify_while_training
@@ -53,35 +52,6 @@ class Arguments(StrategyOptions, total=False):
     loss_chunk: int | None
     outputs: Outputs
     memory: Memory | None
-
-
-def check_arguments(
-    strategy: str = "ring",
-    layout: str = "zigzag",
-    backend: Any = "auto",
-    gradients: str = "auto",
-    loss_chunk: int | None = None,
-    outputs: str = "auto",
-    batches: str = "shared",
-    memory: Memory | None = None,
-    **options: Any,
-) -> None:
-    """Raise an error if an argument of ``parallelize`` has the wrong type or value."""
-    check_choice("strategy", strategy, STRATEGIES)
-    check_options(strategy, options, strategy_options(strategy))
-    check_choice("layout", layout, LAYOUTS)
-    check_backend(backend)
-    check_choice("gradients", gradients, get_args(Gradients))
-    check_choice("outputs", outputs, get_args(Outputs))
-    check_choice("batches", batches, get_args(Batches))
-    if batches == "per_rank" and outputs == "local":
-        raise ValueError(
-            "outputs='local': with batches='per_rank' each rank gets all outputs of its batch; leave outputs out"
-        )
-    if loss_chunk is not None:
-        check_int("loss_chunk", loss_chunk, 1)
-    if memory is not None and not isinstance(memory, Memory):
-        raise TypeError(f"memory={memory!r}: expected a seqpar.Memory, such as seqpar.Memory(checkpoint='attention')")
 
 
 def parallelize(
@@ -146,8 +116,13 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
-    check_arguments(strategy, layout, backend, gradients, loss_chunk, outputs, batches, memory, **options)
-    placement = resolve(strategy, mesh, group, options)
+    settings = Settings(strategy, layout, backend, gradients, loss_chunk, outputs, batches, memory, options)
+    return apply(settings, model, mesh, group)
+
+
+def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: ProcessGroup | None) -> Model:
+    """``parallelize`` with checked arguments."""
+    placement = resolve(settings.strategy, mesh, group, settings.options)
     if any(hasattr(m, "_seqpar") for m in model.modules()):
         raise ValueError("model: it is parallelized already; call seqpar.hf.restore(model) first")
     roots = _root_models(model)
@@ -156,9 +131,7 @@ def parallelize(
     check_adapters(model.modules())
     layers = attention_layers(model)
     trials = {root: check_model(root, layers) for root in roots}
-    sequence = placement.sequence
-    patch = Patch(mesh, group, strategy, layout, backend, options, sequence, gradients, loss_chunk, outputs, batches)
-    patch.ulysses_ranks = size_of(placement.ulysses)
+    patch = Patch(settings, mesh, group, placement.sequence, ulysses_ranks=size_of(placement.ulysses))
     for root, trial in trials.items():
         _compare_masks(root, trial, patch)
     texts = [text_model(root) for root in roots]
@@ -174,10 +147,10 @@ def parallelize(
     for root in roots:
         _register_hooks(root, patch)
         verify_while_training(root, patch)
-    if memory is not None:
+    if settings.memory is not None:
         patch.undo.callback(restore_memory, model)
         try:
-            memory.apply(model, [layer for text in texts for layer in layers_of(text)])
+            settings.memory.apply(model, [layer for text in texts for layer in layers_of(text)])
         except ValueError:
             patch.undo.close()
             raise
@@ -251,8 +224,6 @@ def _copy_new_values(original: PreTrainedConfig, ours: PreTrainedConfig, first_v
 
 
 def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
-    """Register the hooks of ``root``, and replace its loss functions."""
-
     def before(module: nn.Module, hook: Any, with_kwargs: bool = True) -> None:
         patch.undo.callback(module.register_forward_pre_hook(hook, with_kwargs=with_kwargs).remove)
 
@@ -280,7 +251,7 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             patch.undo.callback(unpatch_router_loss, module)
     if pools_last_token(root):
         after(root.score, forward.after_score)
-    if patch.batches == "per_rank" and patch.ranks > 1:
+    if patch.settings.batches == "per_rank" and patch.ranks > 1:
         # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
         vars(root)["_call_impl"] = MethodType(call, root)
         patch.undo.callback(vars(root).pop, "_call_impl", None)

@@ -49,7 +49,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     patch: Patch = model._seqpar
     original_call = type(model)._call_impl
-    if patch.batches == "shared":  # in ``verify``
+    if patch.settings.batches == "shared":  # in ``verify``
         return original_call(model, *args, **kwargs)
     kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
     if generates(kwargs):
@@ -61,7 +61,7 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     outputs, full_calls = [], []
     for rank, (batch, seed) in enumerate(_all_gather_batches(model, kwargs, group)):
         try:
-            local, full_call, _ = shard_call(model, batch, False, seed)
+            local, full_call = shard_call(model, batch, False, seed)
         except ValueError as error:
             raise ValueError(f"the batch of rank {rank} of the sequence: {error}") from error
         if recomputes and rank < patch.ranks - 1:

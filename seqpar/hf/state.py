@@ -8,21 +8,22 @@ from __future__ import annotations
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
-from ..checks import no_compile
+from ..checks import check_choice, check_int, check_options, no_compile
 from ..decoding import Intervals
-from ..kernels import BackendName
-from ..layout import Layout
+from ..kernels import BackendName, check_backend
+from ..layout import LAYOUTS, Layout
 from ..mask import LayerMask, Mask
+from ..memory import Memory
 from ..mesh import rank_in, size_of
 from ..sharding import Sharding
-from ..strategies import StrategyName, StrategyOptions
+from ..strategies import STRATEGIES, StrategyName, StrategyOptions, strategy_options
 from .batch import BatchShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config
@@ -31,22 +32,53 @@ Outputs = Literal["auto", "full", "local"]
 Batches = Literal["shared", "per_rank"]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``parallelize`` except for the ranks. They are checked when this value is made."""
+
+    strategy: StrategyName = "ring"
+    layout: Layout = "zigzag"
+    backend: BackendName = "auto"
+    gradients: Gradients = "auto"
+    loss_chunk: int | None = None
+    outputs: Outputs = "auto"
+    batches: Batches = "shared"
+    memory: Memory | None = None
+    options: StrategyOptions = field(default_factory=StrategyOptions)
+
+    def __post_init__(self) -> None:
+        check_choice("strategy", self.strategy, STRATEGIES)
+        check_options(self.strategy, self.options, strategy_options(self.strategy))
+        check_choice("layout", self.layout, LAYOUTS)
+        check_backend(self.backend)
+        for name, choices in (("gradients", Gradients), ("outputs", Outputs), ("batches", Batches)):
+            check_choice(name, getattr(self, name), get_args(choices))
+        if self.batches == "per_rank" and self.outputs == "local":
+            raise ValueError(
+                "outputs='local': with batches='per_rank' each rank gets all outputs of its batch; leave outputs out"
+            )
+        if self.loss_chunk is not None:
+            check_int("loss_chunk", self.loss_chunk, 1)
+        if self.memory is not None and not isinstance(self.memory, Memory):
+            raise TypeError(
+                f"memory={self.memory!r}: expected a seqpar.Memory, such as seqpar.Memory(checkpoint='attention')"
+            )
+
+    @classmethod
+    def of(cls, **arguments: Any) -> Settings:
+        """The settings with the keyword arguments of ``parallelize``."""
+        options = {name: arguments.pop(name) for name in [*arguments] if name not in cls.__dataclass_fields__}
+        return cls(**arguments, options=cast(StrategyOptions, options))
+
+
 @dataclass(eq=False)
 class Patch:
     """How a model is parallelized. The model and its attention layers refer to it by their attribute ``_seqpar``."""
 
-    # as given to ``parallelize``
-    mesh: DeviceMesh | None
+    settings: Settings
+    mesh: DeviceMesh | None  # as given to ``parallelize``, and the next group too
     given_group: ProcessGroup | None
-    strategy: StrategyName
-    layout: Layout
-    backend: BackendName
-    options: StrategyOptions
     group: ProcessGroup | None  # the ranks of the sequence; None in a process without torch.distributed
-    gradients: Gradients
-    loss_chunk: int | None
-    outputs: Outputs
-    batches: Batches
     ulysses_ranks: int = 1  # in each all-to-all of the strategy
     sharded: bool = True  # False while the model runs on this rank alone
     # what the trial run found
@@ -65,7 +97,6 @@ class Patch:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that the sequence is sharded over."""
         return size_of(self.group)
 
     @property
@@ -74,17 +105,17 @@ class Patch:
         return rank_in(self.group)
 
     def sharding(self, seq_len: int) -> Sharding:
-        """The sharding of a sequence of ``seq_len`` tokens."""
         strategy: Literal["local"] | None = "local" if self.group is None else None
-        return Sharding(seq_len, self.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
+        return Sharding(seq_len, self.settings.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
 
     @no_compile
     def place(self, shard: BatchShard) -> None:
         """Set ``shard.sharding`` and ``shard.seed_on_host``, which the attention layers read."""
-        if (shard.layout, shard.ranks) != (self.layout, self.ranks):
+        layout = self.settings.layout
+        if (shard.layout, shard.ranks) != (layout, self.ranks):
             raise ValueError(
                 f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
-                f"parallelized with layout={self.layout!r} over {self.ranks}; give shard_batch and parallelize the same"
+                f"parallelized with layout={layout!r} over {self.ranks}; give shard_batch and parallelize the same"
             )
         if shard.sharding is None:
             shard.sharding = self.sharding(shard.seq_len)
@@ -134,6 +165,7 @@ class FullCall:
     last: Tensor | None = None  # int64 [rows], for a sequence classifier: the token of each row whose scores count
     labels: Tensor | None = None  # for a sequence classifier: the labels of the rows
     fills_cache: bool = False  # whether the batch is the prompt of a generation
+    keep: Tensor | None = None  # with images, the indices of this rank's tokens that get logits, int64; None: all
 
 
 @dataclass
@@ -146,7 +178,6 @@ class Forward:
     wants_loss: bool = False  # whether the caller passed labels
     full_call: FullCall | None = None  # if the caller passed a full batch
     positions: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
-    logit_index: Tensor | None = None  # int64, the indices of this rank's tokens that get logits; None: all
     hidden: Tensor | None = None  # [batch, seq, hidden], input of the output embedding, until logits are made of it
     scores: Tensor | None = None  # [batch, seq_local, num_labels], in a sequence classifier
     labels: Tensor | None = None  # removed from a call, because the model would compute a cross-entropy itself
@@ -172,19 +203,16 @@ shards_text_model = [False]
 
 
 def current_forward() -> Forward | None:
-    """The innermost current forward, or None."""
     forwards = _forwards.get()
     return forwards[-1] if forwards else None
 
 
 def push_forward(forward: Forward) -> None:
-    """Make ``forward`` the innermost current forward."""
     _forwards.set((*_forwards.get(), forward))
     shards_text_model[0] = forward.positions is not None
 
 
 def pop_forward() -> None:
-    """Remove the innermost current forward."""
     _forwards.set(_forwards.get()[:-1])
     forward = current_forward()
     shards_text_model[0] = forward is not None and forward.positions is not None

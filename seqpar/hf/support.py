@@ -51,7 +51,6 @@ _ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
 
 
 def check_adapters(modules: Iterable[nn.Module]) -> None:
-    """Raise an error if one of the modules has an adapter of peft that cannot be sharded."""
     for module in modules:
         adapters = getattr(module, "peft_config", None)
         for name, config in adapters.items() if isinstance(adapters, dict) else ():

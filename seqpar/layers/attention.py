@@ -42,6 +42,7 @@ from ..strategies import COMMS, operators, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
 from ..strategies.seed import draw_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
+from .arguments import check_heads, check_positions, check_rope
 from .rotary import RotaryEmbedding, rotary_length
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class AttentionLayer(nn.Module):
         **strategy_options: Unpack[StrategyOptions],
     ) -> None:
         super().__init__()
-        kv_heads, head_dim = _check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
+        kv_heads, head_dim = check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
         if layout is not None:
             check_choice("layout", layout, LAYOUTS)
         check_choice("backend", backend, ("auto", *BACKENDS))
@@ -111,7 +112,7 @@ class AttentionLayer(nn.Module):
             if name != "out_bias" or flag is not None:
                 check_bool(name, flag)
         check_dtype(dtype)
-        _check_rope(rope, head_dim)
+        check_rope(rope, head_dim)
         self._check_options(dict(strategy_options))
         self.hidden_size = hidden_size
         self.num_heads = num_heads
@@ -384,7 +385,7 @@ class AttentionLayer(nn.Module):
         if not isinstance(mask, Mask):
             raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
         if positions is not None:
-            _check_positions(positions, x)
+            check_positions(positions, x)
         if torch.compiler.is_compiling():  # the operators check the length and the mask when they run
             return
         if mask.batch not in (1, x.shape[0]):
@@ -456,41 +457,3 @@ class AutoAttention(AttentionLayer):
 def normalized(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:
     """``norm(x)`` in the dtype of ``x [b, s, h, d]``. Under autocast the norm is computed in float32."""
     return x if norm is None else norm(x.to(norm.weight.dtype)).to(x.dtype)
-
-
-def _check_heads(hidden_size: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """``(kv_heads, head_dim)``, with defaults filled in."""
-    check_int("hidden_size", hidden_size, 1)
-    check_int("num_heads", heads, 1)
-    kv_heads = heads if kv_heads is None else kv_heads
-    check_int("num_kv_heads", kv_heads, 1)
-    if heads % kv_heads:
-        divisors = ", ".join(str(d) for d in range(1, heads + 1) if heads % d == 0)
-        raise ValueError(f"num_kv_heads={kv_heads}: it must divide num_heads={heads}: one of {divisors}")
-    if head_dim is None:
-        if hidden_size % heads:
-            raise ValueError(
-                f"num_heads={heads}: it does not divide hidden_size={hidden_size}; pass head_dim, or other heads"
-            )
-        head_dim = hidden_size // heads
-    check_int("head_dim", head_dim, 1)
-    return kv_heads, head_dim
-
-
-def _check_rope(rope: RotaryEmbedding | None, head_dim: int) -> None:
-    if rope is None:
-        return
-    if not isinstance(rope, RotaryEmbedding):
-        raise TypeError(f"rope={rope!r}: expected a seqpar.RotaryEmbedding, or None")
-    if rope.head_dim != head_dim:
-        raise ValueError(f"rope: made for head_dim={rope.head_dim}, but the layer has {head_dim}; make them equal")
-
-
-def _check_positions(positions: Tensor, x: Tensor) -> None:
-    if not isinstance(positions, Tensor):
-        raise TypeError(f"positions={type(positions).__name__}: expected an integer tensor [seq] or [batch, seq]")
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise TypeError(f"positions: dtype {positions.dtype}; expected integers")
-    batch, length, _ = x.shape
-    if tuple(positions.shape) not in ((length,), (1, length), (batch, length)):
-        raise ValueError(f"positions: shape {tuple(positions.shape)}; expected {(length,)} or {(batch, length)}")

@@ -21,13 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import cached_tensors
 from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
-from ..comm.p2p import Link, Pending, links_of, new_message
+from ..comm.p2p import Link, Pending, links_of, new_message, sends_messages
 from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import TokenLayout, split_range
+from ..layout import Piece, TokenLayout, split_range
 from ..mesh import rank_in
 from ..placement import Placement
 
@@ -68,6 +67,12 @@ class HeadSlices:
         self.even = len(set(self.counts)) == 1 and len(steps) <= 1
         self.overlap = any(a.stop > b.start for a, b in pairwise(by_rank) if a and b)
 
+    def without(self, rank: int) -> HeadSlices:
+        """The same with no heads for ``rank``."""
+        others = HeadSlices([range(0) if i == rank else heads for i, heads in enumerate(self.by_rank)])
+        others.overlap = self.overlap
+        return others
+
     def of(self, x: Tensor, ranks: range) -> Tensor:
         """The heads of one rank, or of all if they are ``even``, in ``x [b, s, h, d]``: ``[ranks, s, b, h, d]``."""
         batch, seq, head, dim = x.stride()
@@ -100,7 +105,7 @@ def pack(parts: Sequence[Part], messages: Tensor) -> None:
 
 
 def unpack(parts: Sequence[Part], messages: Sequence[Tensor]) -> None:
-    """Write the message ``[s, b, w]`` of each rank into the parts. A head that several ranks have sent is summed."""
+    """Write the message ``[s, b, w]`` of each rank into the parts. A head that two ranks have is added to its part."""
     batch, tokens = parts[0][0].shape[:2]
     by_rank = [
         split_heads(message.view(tokens, batch, width), [(slices.counts[i], x.shape[3]) for x, slices in parts])
@@ -110,8 +115,6 @@ def unpack(parts: Sequence[Part], messages: Sequence[Tensor]) -> None:
         if slices.even and not slices.overlap:
             torch.stack(heads, out=slices.of(x, range(len(heads))))
             continue
-        if slices.overlap:
-            x.zero_()
         for i, message in enumerate(heads):
             target = slices.of(x, range(i, i + 1))[0]
             target.add_(message) if slices.overlap else target.copy_(message)
@@ -213,6 +216,11 @@ class HeadExchange:
         return self.lengths[self.rank]
 
     @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """For each rank, the pieces of its tokens, and where these are in a head shard."""
+        return self.placement.tokens.ulysses_pieces(self.placement.ring_rank)
+
+    @cached_property
     def shares_kv(self) -> bool:
         """Whether the query heads of two ranks read the same KV head. If so, head shards of k and v are larger than
         sequence shards, and each rank has only a partial gradient of a shared KV head."""
@@ -271,17 +279,26 @@ class HeadExchange:
         Returns:
             This rank's head shard ``[t, b, w]``: its query heads, then its KV heads of k, then its KV heads of v.
         """
-        parts = chunk.parts(x, *kv)
-        batch, widths = x.shape[0], row_widths(parts)
-        messages = new_message(self.tokens * batch * sum(widths), x, self.link)
-        pack(parts, messages)
-        sends = [self.tokens * batch * width for width in widths]
-        receives = [length * batch * widths[self.rank] for length in self.lengths]
+        parts, batch = chunk.parts(x, *kv), x.shape[0]
+        shapes = [(slices.counts[self.rank], y.shape[3]) for y, slices in parts]
+        width, sent = sum(heads * dim for heads, dim in shapes), self._sent(parts)
+        sends = [self.tokens * batch * w for w in row_widths(sent)]
+        receives = [length * batch * width for length in self.lengths]
+        receives[self.rank] = sends[self.rank]
+        messages = new_message(sum(sends), x, self.link)
+        pack(sent, messages)
         received, pending = start_all_to_all(messages, sends, receives, self.link)
+        shard = x.new_empty(sum(self.lengths), batch, width)
+        if sent is not parts:
+            for in_sequence, in_shard in self._own(parts, split_heads(shard, shapes)):
+                in_shard.copy_(in_sequence)
 
         def head_shard() -> Tensor:
-            shards = zip(received, self.lengths, strict=True)
-            return self._by_position([x.view(length, batch, widths[self.rank]) for x, length in shards])
+            if pairs := self._rows(received, [shard]):
+                in_messages, in_shard = zip(*pairs, strict=True)
+                torch._foreach_copy_(in_shard, in_messages)
+            received.clear()  # frees the messages
+            return shard
 
         return Incoming(pending, head_shard)
 
@@ -297,48 +314,54 @@ class HeadExchange:
         Returns:
             Its ``wait`` writes all sequence shards and returns the last one.
         """
-        columns = [x.transpose(0, 1).flatten(2) for x, _ in tensors]  # [t, b, w]
-        rows, batch, widths = sum(self.lengths), columns[0].shape[1], [x.shape[2] for x in columns]
-        messages = new_message(rows * batch * sum(widths), columns[0], self.link).view(rows, batch, sum(widths))
-        for x, out in zip(columns, messages.split_with_sizes(widths, 2), strict=True):
-            self._by_rank(x, out)
         parts = [(target, slices) for _, target in tensors]
-        sends = [length * batch * sum(widths) for length in self.lengths]
-        receives = [self.tokens * batch * width for width in row_widths(parts)]
+        sent, batch = self._sent(parts), tensors[0][0].shape[0]
+        shards = [x.transpose(0, 1) for x, _ in tensors]  # [t, b, h, d]
+        sends = [length * batch * sum(prod(x.shape[2:]) for x in shards) for length in self.lengths]
+        receives = [self.tokens * batch * width for width in row_widths(sent)]
+        sends[self.rank] = receives[self.rank]
+        messages = new_message(sum(sends), shards[0], self.link)
+        if pairs := self._rows(messages.split_with_sizes(sends), [x.flatten(2) for x in shards]):
+            in_messages, in_shards = zip(*pairs, strict=True)
+            torch._foreach_copy_(in_messages, in_shards)
         received, pending = start_all_to_all(messages, sends, receives, self.link)
+        if slices.overlap:
+            for _, target in tensors:
+                target.zero_()
+        if sent is not parts:
+            for in_sequence, in_shard in self._own(parts, shards):
+                in_sequence.add_(in_shard) if slices.overlap else in_sequence.copy_(in_shard)
 
         def sequence_shards() -> Tensor:
-            unpack(parts, received)
+            unpack(sent, received)
             received.clear()  # frees the messages
             return tensors[-1][1]
 
         return Incoming(pending, sequence_shards)
 
-    def _by_position(self, shards: list[Tensor]) -> Tensor:
-        """The rows of all ranks' ``shards [s, b, w]`` in the order of positions, ``[t, b, w]``."""
-        pieces = self.placement.tokens.ulysses_pieces(self.placement.ring_rank)
-        if not pieces:
-            return torch.cat(shards).index_select(0, self._orders(shards[0].device)[1])
-        return torch.cat([shards[rank][tokens] for rank, tokens in pieces])
+    def _sent(self, parts: list[Part]) -> list[Part]:
+        """The parts with what is sent. In shared memory, a rank's own heads of its own tokens are copied to their place
+        instead."""
+        if self.link is None or self.link.memory is None or not sends_messages():
+            return parts
+        return [(x, slices.without(self.rank)) for x, slices in parts]
 
-    def _by_rank(self, rows: Tensor, out: Tensor) -> None:
-        """Write ``rows [t, b, w]``, in the order of positions, to ``out`` in the order of ranks."""
-        pieces = self.placement.tokens.ulysses_pieces(self.placement.ring_rank)
-        if not pieces:
-            out.copy_(rows.index_select(0, self._orders(rows.device)[0]))
-            return
-        by_position = rows.split_with_sizes([tokens.stop - tokens.start for _, tokens in pieces])
-        order = sorted(range(len(pieces)), key=lambda i: (pieces[i][0], pieces[i][1].start))
-        torch.cat([by_position[i] for i in order], out=out)
+    def _own(self, parts: Sequence[Part], shards: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's heads of its own tokens: views in sequence shards, and in head shards ``[t, b, h, d]``."""
+        for (x, slices), shard in zip(parts, shards, strict=True):
+            local = slices.of(x, range(self.rank, self.rank + 1))[0]
+            yield from ((local[tokens], shard[rows]) for tokens, rows in self.pieces[self.rank])
 
-    def _orders(self, device: torch.device) -> tuple[Tensor, ...]:
-        tokens, ring_rank = self.placement.tokens, self.placement.ring_rank
-
-        def make() -> tuple[Tensor, ...]:
-            by_rank = torch.cat(tokens.ulysses_rows(ring_rank, device))
-            return by_rank, by_rank.argsort()
-
-        return cached_tensors(("token orders", tokens, ring_rank), device, make)
+    def _rows(self, messages: Sequence[Tensor], shards: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The rows of the message ``[s, b, w]`` of each rank, and the same rows of head shards ``[t, b, w]``."""
+        batch, widths = shards[0].shape[1], [x.shape[2] for x in shards]
+        pairs = []
+        for message, pieces in zip(messages, self.pieces, strict=True):
+            if message.numel():
+                columns = message.view(-1, batch, sum(widths)).split_with_sizes(widths, 2)
+                by_tensor = zip(columns, shards, strict=True)
+                pairs += [(column[tokens], x[rows]) for column, x in by_tensor for tokens, rows in pieces]
+        return pairs
 
     def lse_to_sequence(self, lse: Tensor) -> Tensor:
         """The head shard ``lse [b, h, t]`` as a sequence shard ``[b, h, s]``: an all-to-all with a head_dim of 1."""

@@ -19,8 +19,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
-from seqpar import Mask, Sharding
-from seqpar import sharding as sharding_module
+from seqpar import Mask, Sharding, same_rows
 from seqpar.layout import LAYOUTS
 from seqpar.schedule import plan
 from seqpar.spec import AttentionSpec
@@ -266,7 +265,7 @@ def rows_that_differ(group: ProcessGroup) -> dict[str, list[str]]:
     for every in ("0", "1", "2", "many"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SEQPAR_CHECK", every)
-            sharding_module._calls.clear()
+            same_rows._calls.clear()
             found[every] = [message_of(lambda: sharding.shard(x + odd)) for _ in range(3)]
     return found
 

@@ -172,6 +172,22 @@ def test_another_model_as_reference_and_the_error() -> None:
     assert {x.name for x in error.value.report.gradients} == {"weight", "bias"}
 
 
+def test_nan_gradient_differs() -> None:
+    model = nn.Linear(4, 1)
+
+    def reference() -> Tensor:
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    def step() -> Tensor:
+        loss = reference()
+        model.bias.grad = torch.full_like(model.bias, torch.nan)
+        return loss
+
+    assert [x.name for x in seqpar.verify(model, step, reference).gradients] == ["bias"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -94,7 +94,7 @@ def healthy_others(group: ProcessGroup) -> None:
     for model, batch, arguments in cases:
         seqpar.hf.parallelize(model, group=group, **arguments)
         assert seqpar.hf.verify(model, batch).layers >= 2
-    assert patch_of(model).batches == "per_rank" and "_call_impl" in vars(model)
+    assert patch_of(model).settings.batches == "per_rank" and "_call_impl" in vars(model)
 
 
 def test_healthy_others(pool: Pool) -> None:

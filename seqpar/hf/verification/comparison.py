@@ -6,7 +6,7 @@ Shapes: b batch, s the full sequence, s_local this rank's tokens, h query heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ...layout import LAYOUTS, shard_positions
 from ...mask_rules import document_boundaries
+from ...verification import error_of, is_multiple, products, ratio_of
 from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of
 from ..full_batch import has_more_than_text, merges
@@ -84,20 +85,6 @@ _BACKWARD_CAUSES = dict.fromkeys(
     "the gradient of the attention's output is correct; the backward of the attention used different keys, values or "
     "log-sum-exps",
 )
-# For a parameter whose gradient is the correct one times a factor. The first predicate that holds counts.
-_GRADIENT_CAUSES: tuple[tuple[Callable[[float, int], bool], str], ...] = (
-    (
-        lambda factor, ranks: abs(factor * ranks - 1) < 0.01,
-        "it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call parallelize with "
-        "gradients='auto' or 'mean'",
-    ),
-    (
-        lambda factor, ranks: abs(factor / ranks - 1) < 0.01,
-        "it is multiplied by the number of ranks, {ranks}, because no wrapper averages over them; call parallelize "
-        "with gradients='partial'",
-    ),
-    (lambda factor, ranks: True, "it is the correct gradient times {factor:.4g}"),
-)
 
 
 class FullBatch:
@@ -111,7 +98,7 @@ class FullBatch:
         tokens, entries = tokens_of(batch, "give verify the full batch"), dict(batch)
         rows, self.seq_len = tokens.shape[:2]
         shape = (rows, self.seq_len)
-        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.layout)  # [s_local]
+        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.settings.layout)  # [s_local]
         index = torch.arange(self.seq_len)
         self.valid = torch.ones(shape, dtype=torch.bool)  # False for padding
         boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
@@ -218,9 +205,9 @@ def _input_causes(name: str, full: Tensor, patch: Patch, batch: FullBatch) -> It
         count = torch.arange(len(batch.positions)).expand(*full.shape[:-1], -1)
         yield count, "they count this rank's tokens, not the tokens of the sequence"
     for layout in LAYOUTS:
-        if layout != patch.layout:
+        if layout != patch.settings.layout:
             part = full.index_select(-1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
-            yield part, f"they belong to layout {layout!r}, but the model has layout={patch.layout!r}"
+            yield part, f"they belong to layout {layout!r}, but the model has layout={patch.settings.layout!r}"
     if name == "labels":
         once = "shard_batch shifts labels once, before the batch is cut"
         for padding, start, how in (((0, 1), 1, "shifted twice"), ((1, 0), 0, "not shifted")):
@@ -370,7 +357,6 @@ def _dense_attention(
     softcap: float | None,
     sinks: Tensor | None,  # float32 [h]
 ) -> Tensor:
-    """Attention with a dense mask: [b, s_local, h, v_head_dim]."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale  # [b, h, s_local, s]
@@ -386,24 +372,32 @@ def parameter_differences(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float, ranks: int
 ) -> list[Difference]:
     """Compare the gradients of the parameters, by name, after they were summed over the ranks."""
-    largest = max((float(g.norm()) for g in theirs.values()), default=0.0)
+    least = 1e-3 * max((float(g.norm()) for g in theirs.values()), default=0.0)
     differences = []
     for name in dict.fromkeys([*theirs, *ours]):
-        local, expected = ours.get(name), theirs.get(name)
-        if expected is None or local is None:
-            only = ours[name] if expected is None else expected
-            if float(only.norm()) <= 1e-3 * tolerance * largest:
-                continue
-            error, why = math.inf, "on one device it has no gradient" if expected is None else "it has no gradient"
-        else:
-            local, expected = local.float(), expected.float()
-            scale = max(float(expected.norm()), 1e-3 * largest, 1e-30)
-            error, why = float((local - expected).norm()) / scale, ""
-            if error <= tolerance:
-                continue
-            factor = float((local * expected).sum()) / max(float(expected.square().sum()), 1e-30)
-            if ranks > 1 and float((local - factor * expected).norm()) / scale <= tolerance * max(abs(factor), 1.0):
-                sentence = next(sentence for applies, sentence in _GRADIENT_CAUSES if applies(factor, ranks))
-                why = sentence.format(ranks=ranks, factor=factor)
+        zeros = torch.zeros_like(theirs[name] if name in theirs else ours[name])
+        numbers = products(ours.get(name, zeros), theirs.get(name, zeros)).tolist()
+        error, why = error_of(numbers, least), ""
+        if error <= tolerance:
+            continue
+        if name not in ours or name not in theirs:
+            why = "it has no gradient" if name in theirs else "on one device it has no gradient"
+        elif ranks > 1 and is_multiple(numbers, tolerance):
+            why = _multiple(ratio_of(numbers), ranks)
         differences.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))
     return differences
+
+
+def _multiple(factor: float, ranks: int) -> str:
+    """The cause of a gradient that is the correct one times ``factor``."""
+    if abs(factor * ranks - 1) < 0.01:
+        return (
+            f"it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call parallelize "
+            "with gradients='auto' or 'mean'"
+        )
+    if abs(factor / ranks - 1) < 0.01:
+        return (
+            f"it is multiplied by the number of ranks, {ranks}, because no wrapper averages over them; call "
+            "parallelize with gradients='partial'"
+        )
+    return f"it is the correct gradient times {factor:.4g}"

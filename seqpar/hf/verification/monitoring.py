@@ -103,7 +103,6 @@ class _Monitor:
         return verify(outermost(self.root), batch, raise_on_error=False, tolerance=tolerance)
 
     def _check_summed(self, seq_len: int) -> None:
-        """Raise an error if the gradients that the optimizer is about to use differ between the ranks."""
         patch, root = self.patch, self.root
         if patch.ranks == 1:
             return
@@ -119,8 +118,8 @@ class _Monitor:
             error = (max(norm) - min(norm)) / max(*norm, 1e-30)
             if error > tolerance:
                 found = Difference("gradient", name, "", (), tuple(range(patch.ranks)), error, tolerance, why)
-                sizes = 0, seq_len, patch.ranks
-                raise VerificationError(VerificationReport((found,), nan, nan, *sizes, patch.strategy, patch.layout))
+                how = patch.settings.strategy, patch.settings.layout
+                raise VerificationError(VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, *how))
 
     def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The full batch: all-gathered if the model was called with this rank's part."""

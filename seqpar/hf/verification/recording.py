@@ -250,7 +250,6 @@ def one_device(
 def _mask_of_documents(
     documents: Tensor, *args: Any, mask_function: Callable[..., Any] = causal_mask_function, **kwargs: Any
 ) -> Tensor:
-    """transformers' eager mask, with documents."""
     kwargs["allow_is_bidirectional_skip"] = False
     same_document = packed_sequence_mask_function(documents.to(kwargs.get("device", "cpu")))
     mask: Tensor = eager_mask(*args, mask_function=and_masks(mask_function, same_document), **kwargs)

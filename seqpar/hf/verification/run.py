@@ -29,7 +29,7 @@ from ...comm.handshake import all_gather_header
 from ...layers.gradients import sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
-from ...verification import VerificationError, tolerance_of
+from ...verification import VerificationError, error_of, products, tolerance_of
 from ...wrappers import averages_over
 from ..batch import checksum
 from ..loss import reduce_over_ranks
@@ -148,7 +148,8 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(evaluated(model))
-        stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, batches="shared"))
+        shared = replace(patch.settings, batches="shared")
+        stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, settings=shared))
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
@@ -215,7 +216,8 @@ class _Verification:
         for stage in stages:
             if not any(difference.stops for difference in differences):
                 differences += stage()
-        strategy, layout = self._exchange([self.patch.strategy, self.patch.layout])[0]  # rank 0's, on every rank
+        settings = self.patch.settings
+        strategy, layout = self._exchange([settings.strategy, settings.layout])[0]  # rank 0's, on every rank
         differences.sort(key=lambda d: d.order)
         sizes = len(self.layers), self.batch.seq_len, self.patch.ranks
         return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
@@ -352,13 +354,17 @@ class _Verification:
         parameter = dict(self.model.named_parameters())[name]
         if group is None or name not in theirs or all(parameter is not p for p in self.unsharded.values()):
             return False
-        local, full = ours.get(name, torch.zeros_like(theirs[name])).float(), theirs[name].float()
+        local = ours.get(name, torch.zeros_like(theirs[name])).float()
         total = local.to(parameter.device, copy=True)
         dist.all_reduce(total, group=group)
         total = total.cpu()
+
+        def equal(a: Tensor, e: Tensor) -> bool:
+            return error_of(products(a, e).tolist()) <= self.tolerance
+
         scales = (1, self.patch.ranks)  # for a wrapper that averages, the loss is multiplied by the number of ranks
-        is_sum = any(bool((total / c - full).norm() <= self.tolerance * full.norm()) for c in scales)
-        is_mean = bool((self.patch.ranks * local - total).norm() <= self.tolerance * total.norm())
+        is_sum = any(equal(total / c, theirs[name]) for c in scales)
+        is_mean = equal(self.patch.ranks * local, total)
         by_rank = self._exchange([is_sum, is_mean])
         return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
 
@@ -406,16 +412,10 @@ def _loss_of(output: Any) -> Tensor | None:
 
 def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
     """What decides which messages a rank sends, as lines of text."""
-
-    def of(patch: Any) -> str:
-        if not isinstance(patch, Patch):
-            return "not parallelized"
-        options = " ".join(f"{name}={value}" for name, value in sorted(patch.options.items()))
-        return f"strategy={patch.strategy!r}, layout={patch.layout!r}, backend={patch.backend!r} {options}".strip()
-
-    lines = [f"{type(root).__name__} with {of(patch)}, ranks={patch.ranks}, gradients={patch.gradients!r}"]
+    lines = [f"{type(root).__name__} with {patch.settings}, ranks={patch.ranks}"]
     for name, layer in layers.items():
-        lines.append(f"layer {name!r} ({type(layer).__name__}) with {of(getattr(layer, '_seqpar', None))}")
+        settings = getattr(getattr(layer, "_seqpar", None), "settings", "no settings: not parallelized")
+        lines.append(f"layer {name!r} ({type(layer).__name__}) with {settings}")
     for name, p in root.named_parameters():
         lines.append(f"{name} {p.dtype} {'trained' if p.requires_grad else 'frozen'}")
     return lines

@@ -1,0 +1,73 @@
+"""A check that the ranks that share a sequence hold the same tensor before it is sharded."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, MutableMapping
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .comm.handshake import Fingerprint, all_gather_header
+
+
+class OtherRowsError(ValueError):
+    """The ranks that share a sequence were about to shard different tensors."""
+
+
+class _FullHeader(NamedTuple):
+    """A checksum of a tensor that every rank holds in full."""
+
+    content: Fingerprint
+
+
+# The number of calls of ``Sharding.shard`` with each group, while SEQPAR_CHECK is set.
+_calls: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
+
+
+def compares_now(group: ProcessGroup | None) -> bool:
+    """Whether the environment variable SEQPAR_CHECK asks the ranks of ``group`` to compare the tensor of this call."""
+    every = check_every()
+    if not every or group is None:
+        return False
+    _calls[group] = _calls.get(group, -1) + 1
+    return _calls[group] % every == 0
+
+
+def check_every() -> int | None:
+    """The number of calls after which the ranks compare what they should all hold, from SEQPAR_CHECK; 0 for never.
+
+    Raises:
+        ValueError: the environment variable is not a number.
+    """
+    given = os.environ.get("SEQPAR_CHECK")
+    if given is not None and not given.isdecimal():
+        raise ValueError(f"SEQPAR_CHECK={given}: expected a number of calls; 0 compares nothing")
+    return None if given is None else int(given)
+
+
+_SAME_ROWS = (
+    "give all of them the same rows. Usually a sampler has dealt the rows to all ranks: in a data loader, use "
+    "DistributedSampler(dataset, num_replicas=dp, rank=dp_rank), with the size of the mesh's dp dimension and this "
+    "rank's index in it"
+)
+
+
+def compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None, advice: str = _SAME_ROWS) -> None:
+    """Raise a ValueError on every rank if the ranks' ``x`` differ. ``check()`` raises if ``x`` does not fit."""
+
+    def header() -> _FullHeader:
+        check()
+        data: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        return _FullHeader(Fingerprint(zlib.crc32(data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))))
+
+    contents = [header.content for header in all_gather_header(header, group)]
+    if other := [rank for rank, content in enumerate(contents) if content != contents[0]]:
+        raise OtherRowsError(
+            f"x: rank(s) {other} of the {len(contents)} ranks that share the sequence hold another tensor than rank 0; "
+            + advice
+        )

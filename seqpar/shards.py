@@ -1,0 +1,75 @@
+"""The shard of a tensor, and the full tensor of all shards, as differentiable functions."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .comm.collectives import all_gather
+from .layout import TokenLayout, shard_ranges
+from .reductions import factor_at, mark
+
+
+def _along(dim: int, positions: range) -> tuple[slice, ...]:
+    """The index of ``positions`` along ``dim``."""
+    return (*[slice(None)] * dim, slice(positions.start, positions.stop, positions.step))
+
+
+def _local_shard(x: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
+    """This rank's shard of ``x``, as a contiguous copy."""
+    ranges = shard_ranges(tokens.seq_len, tokens.ranks, group.rank(), tokens.layout)
+    parts = [x[_along(dim, r)] for r in ranges or (range(0),)]  # a rank without tokens returns an empty tensor
+    # Zigzag has two ranges. One range may be a view of x, so it is copied.
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+def _all_gather_shards(x_local: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
+    """The full tensor from every rank's shard."""
+    ranges = [shard_ranges(tokens.seq_len, tokens.ranks, rank, tokens.layout) for rank in range(tokens.ranks)]
+    lengths = [sum(map(len, of_rank)) for of_rank in ranges]
+    by_rank = all_gather(x_local, lengths, dim, group)  # in the order of the ranks
+    if tokens.layout == "contiguous":  # already in the order of the sequence
+        return by_rank.contiguous()
+    full = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
+    # Slices instead of an index of all tokens, because copying an index to the GPU would make the host wait.
+    start = 0
+    for r in chain.from_iterable(ranges):
+        full[_along(dim, r)] = by_rank.narrow(dim, start, len(r))
+        start += len(r)
+    return full
+
+
+class Shard(torch.autograd.Function):
+    """Forward selects this rank's shard, backward all-gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
+        ctx.spec = dim, tokens, group
+        mark(ctx, group, "whole")
+        return _local_shard(x, dim, tokens, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        factor = factor_at(ctx)
+        full = _all_gather_shards(grad, *ctx.spec)
+        return full if factor == 1 else full / factor, None, None, None
+
+
+class Unshard(torch.autograd.Function):
+    """Forward all-gathers, backward selects this rank's shard."""
+
+    @staticmethod
+    def forward(ctx: Any, x_local: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
+        ctx.spec = dim, tokens, group
+        mark(ctx, group, "partial", open=True)
+        return _all_gather_shards(x_local, dim, tokens, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        factor = factor_at(ctx)
+        local = _local_shard(grad, *ctx.spec)
+        return local if factor == 1 else local * factor, None, None, None
