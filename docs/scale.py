@@ -21,7 +21,7 @@ from seqpar.planner.mixes import mask_of
 DOCS = Path(__file__).parent
 START, END = "<!-- written by docs/scale.py -->", "<!-- end of what docs/scale.py writes -->"
 MODEL, GPU = "llama3-8b", HARDWARE["h100"]
-GPUS = (8, 32, 128, 512)
+GPUS = (8, 32, 256, 1024)
 LENGTHS = tuple(k << 10 for k in (32, 128, 512, 1024, 4096, 16384))
 MASKS = {"causal": "one document, causal", "mix:magi": "packed documents"}
 STRATEGIES = ("ring", "context_parallel", "ulysses", "hybrid", "tp_sp")
@@ -177,31 +177,32 @@ def wrapped(*blocks: str) -> str:
 def section(grid: Grid) -> str:
     model = MODELS[MODEL]
     longest, most = LENGTHS[-1], GPUS[-1]
-    ring, hybrid = (grid["causal", 512, 1 << 20].by_strategy[name] for name in ("ring", "hybrid"))
+    ring, hybrid = (grid["causal", most, 1 << 20].by_strategy[name] for name in ("ring", "hybrid"))
     enough_heads = max(gpus for gpus in GPUS if gpus <= model.heads)
     return wrapped(
         f"""Predictions for {model.name} ({model.heads} heads, {model.kv_heads} KV heads) on {GPUS[0]} to {most:,} H100
         GPUs, with {words(LENGTHS[0])} to {words(longest)} tokens. One sequence is sharded over all GPUs, and so are the
-        weights. Each host has 8 GPUs, with a network of 400 Gbit/s per GPU. `make scale` writes this section again.""",
+        weights. What is saved for backward is offloaded to the host where nothing else fits. Each host has 8 GPUs, with
+        a network of 400 Gbit/s per GPU. `make scale` writes this section again.""",
         "### Where each strategy wins",
         "![The best strategy by GPUs and tokens](assets/scale_best.png)",
         """Each cell has the strategy, the ranks (ring · ulysses · tp) and the range of the MFU of the first choice of
         the plan, under a causal mask. Cells that need a switch that the package lacks count as "does not fit":""",
         winners(grid, "causal"),
         f"""Best cells: {count(grid, "causal")}. With enough tokens per GPU, all strategies are about equally fast: with
-        1M tokens on 32 GPUs, the slowest strategy is {spread(grid, 32, 1 << 20)} behind the best. With few tokens per
-        GPU, gathering the weights decides the time of a step: shard the weights over fewer GPUs, or divide the GPUs
-        among several replicas.""",
+        1M tokens on {GPUS[1]} GPUs, the slowest strategy is {spread(grid, GPUS[1], 1 << 20)} behind the best. With few
+        tokens per GPU, gathering the weights decides the time of a step: shard the weights over fewer GPUs, or divide
+        the GPUs among several replicas.""",
         "### Where heads run out",
         f"""An all-to-all over more ranks than heads leaves ranks idle, so `ulysses` by itself is a choice on up to
         {enough_heads} GPUs. Tensor parallelism over several hosts waits for the network in every layer, so `tp_sp` is
         considered over up to 8 ranks, with a ring or all-to-alls on more GPUs. The ranks and the range of the MFU of
         each strategy's best choice:""",
         by_strategy(grid, 1 << 20, lambda x: f"{x.degrees}, {mfu_range(x)}"),
-        f"""On 512 GPUs, the hybrid {hybrid.degrees} is expected to reach an MFU of {percent(hybrid.mfu)}, and
+        f"""On {most:,} GPUs, the hybrid {hybrid.degrees} is expected to reach an MFU of {percent(hybrid.mfu)}, and
         the ring {percent(ring.mfu)}. The ring waits for transfers during {percent(ring.waits)} of a step, but it runs
-        512 attention kernels per layer, each over {(1 << 20) // 512:,} queries and as many keys, and each kernel takes
-        {GPU.kernel * 1e6:.0f} µs in addition to its operations.""",
+        {most:,} attention kernels per layer, each over {(1 << 20) // most:,} queries and as many keys, and each kernel
+        takes {GPU.kernel * 1e6:.0f} µs in addition to its operations.""",
         "### Where links saturate",
         "![MFU, and the share of a step that GPUs wait, by strategy](assets/scale_waits.png)",
         f"""Transfers grow linearly with the number of tokens, and the computation grows with its square. The shortest

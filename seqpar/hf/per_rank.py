@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..checks import no_compile
-from ..comm.collectives import start_all_to_all
+from ..comm.collectives import all_gather, start_all_to_all
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..reductions import factor_at, mark
 from .batch import BOUNDARY_NAMES, tokens_of
@@ -38,6 +37,7 @@ from .support import parameters_of
 
 # Scalar outputs. Each rank computes the part of its own tokens; the output is the sum of the ranks' parts.
 _PARTIAL_SUMS = ("loss", "aux_loss")
+_PLAIN = (bool, int, float, str)
 
 
 @no_compile
@@ -96,62 +96,99 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
 
 
 class _Header(NamedTuple):
-    arguments: Fingerprint  # of everything in the arguments that must be the same on every rank
+    """A rank's batch, ``rows`` rows of ``seq_len`` tokens."""
+
+    arguments: Fingerprint
     gradients: bool  # whether gradients are enabled
     training: bool  # whether the model is in training mode
+    rows: int
+    seq_len: int
+    seed: int  # of attention dropout
 
 
 def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup) -> list[tuple[dict[str, Any], int]]:
     """For each rank the arguments of its call, and the seed of attention dropout for its batch."""
     patch: Patch = model._seqpar
-    # The seed is not drawn, because drawing one would change the random numbers that the trainer draws next.
-    local: dict[str, Any] = {"seed": (torch.initial_seed() + patch.calls) % 2**62}
+    prepared: list[_Arguments] = []
 
     def header() -> _Header:
         if merges(model) and has_more_than_text(kwargs):
             raise ValueError("batch: it has images; with batches='per_rank' only batches of text are supported")
-        local["batch"] = _on_host(kwargs)
-        same = [(n, (x.dtype, x.dim()) if isinstance(x, Tensor) else x) for n, x in local["batch"].items()]
+        prepared.append(_Arguments(kwargs))
+        ours = prepared[0]
+        # The seed is not drawn, because drawing one would change the random numbers that the trainer draws next.
+        seed = (torch.initial_seed() + patch.calls) % 2**62
         training = any(m.training for m in patch.modules)
-        return _Header(fingerprint(*same), torch.is_grad_enabled(), training)
+        return _Header(ours.fingerprint, torch.is_grad_enabled(), training, ours.rows, ours.seq_len, seed)
 
-    check_same(all_gather_header(header, group), "arguments", "gradients", "training")
+    headers = all_gather_header(header, group)
     patch.calls += 1
-    by_rank: list[Any] = [None] * patch.ranks
-    dist.all_gather_object(by_rank, local, group=group)
-    device = tokens_of(kwargs, "").device
-    return [
-        ({name: x.to(device) if isinstance(x, Tensor) else x for name, x in rank["batch"].items()}, rank["seed"])
-        for rank in by_rank
-    ]
+    check_same(headers, "arguments", "gradients", "training")
+    ours = prepared[0]
+    batches = [dict(ours.values) for _ in headers]
+    for name, x in ours.tensors.items():
+        shapes = [ours.shape(name, header) for header in headers]
+        sizes = [shape.numel() for shape in shapes]
+        received = all_gather(x.reshape(-1), sizes, 0, group).split(sizes)
+        for batch, values, shape in zip(batches, received, shapes, strict=True):
+            batch[name] = values.view(shape)
+    return [(batch, header.seed) for batch, header in zip(batches, headers, strict=True)]
 
 
-def _on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that are not None, in the order of their names, with their tensors on the CPU."""
-    tokens = tokens_of(kwargs, "with batches='per_rank' call the model with the full batch")
-    if kwargs.get("return_dict") is False:
-        raise ValueError("return_dict=False: with batches='per_rank' outputs are exchanged by name; leave this out")
-    if tokens.requires_grad:
-        raise ValueError(
-            "inputs_embeds: they require gradients, which batches='per_rank' does not support; give input_ids, or "
-            "inputs_embeds.detach()"
-        )
-    batch: dict[str, Any] = {}
-    for name in sorted(name for name, x in kwargs.items() if x is not None):
-        x = kwargs[name]
-        if name in BOUNDARY_NAMES:
+class _Arguments:
+    """The arguments of one rank's call: ``tensors`` and plain ``values``, by name.
+
+    The ranks' tensors have the same names and dtypes, and the same shapes except for rows and seq. A rank can therefore
+    compute the shapes of another rank's tensors from that rank's rows and seq.
+    """
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        tokens = tokens_of(kwargs, "with batches='per_rank' call the model with the full batch")
+        if kwargs.get("return_dict") is False:
+            raise ValueError("return_dict=False: with batches='per_rank' outputs are exchanged by name; leave this out")
+        if tokens.requires_grad:
             raise ValueError(
-                f"{name}: not supported with batches='per_rank'; give position_ids that restart at each document"
+                "inputs_embeds: they require gradients, which batches='per_rank' does not support; give input_ids, or "
+                "inputs_embeds.detach()"
             )
-        if name == "num_items_in_batch":
-            x = torch.as_tensor(x)  # plain values must be the same on every rank, but this number may differ
-        if not isinstance(x, Tensor | bool | int | float | str):
-            raise TypeError(
-                f"{name}={type(x).__name__}: with batches='per_rank' the arguments are sent to the other ranks; "
-                "expected a tensor, a number, a bool or a string"
-            )
-        batch[name] = x.detach().cpu() if isinstance(x, Tensor) else x
-    return batch
+        self.rows, self.seq_len = tokens.shape[:2]
+        self.device = tokens.device
+        self.tensors: dict[str, Tensor] = {}
+        self.values: dict[str, Any] = {}
+        for name in sorted(name for name, x in kwargs.items() if x is not None):
+            x = kwargs[name]
+            if name in BOUNDARY_NAMES:
+                raise ValueError(
+                    f"{name}: not supported with batches='per_rank'; give position_ids that restart at each document "
+                    "instead"
+                )
+            if name == "num_items_in_batch":
+                x = torch.as_tensor(x)  # plain values must be the same on every rank, but this number may differ
+            if name == "position_ids" and isinstance(x, Tensor) and x.dim() <= 2:
+                x = x.expand(self.rows, -1)
+            if isinstance(x, Tensor):
+                self.tensors[name] = x.to(self.device)
+            elif isinstance(x, _PLAIN):
+                self.values[name] = x
+            else:
+                raise TypeError(
+                    f"{name}={type(x).__name__}: with batches='per_rank' the arguments are sent to the other ranks; "
+                    "expected a tensor, a number, a bool or a string"
+                )
+        # For each tensor its dimensions: "rows", "seq", or a size that is the same on every rank.
+        self.shapes = {name: tuple(self._dimensions(x)) for name, x in self.tensors.items()}
+        dtypes = tuple((name, str(x.dtype)) for name, x in self.tensors.items())
+        # of everything that must be the same on every rank
+        self.fingerprint = fingerprint(dtypes, tuple(self.shapes.items()), tuple(self.values.items()))
+
+    def _dimensions(self, x: Tensor) -> Iterator[str | int]:
+        for i, size in enumerate(x.shape):
+            yield "rows" if (i, size) == (0, self.rows) else "seq" if (i, size) == (1, self.seq_len) else size
+
+    def shape(self, name: str, header: _Header) -> torch.Size:
+        """Of a tensor of the rank with ``header``."""
+        sizes = {"rows": header.rows, "seq": header.seq_len}
+        return torch.Size(sizes[d] if isinstance(d, str) else d for d in self.shapes[name])
 
 
 def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any) -> Any:

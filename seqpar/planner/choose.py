@@ -16,10 +16,10 @@ from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of
 from .memory import RECOMPUTE, Memory, Switches, longest_sequence, memory
 from .model import ModelShape, model_of
-from .pairs import all_pairs
+from .pairs import visible_pairs
 from .reasons import reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
-from .splits import allowed_switches, settings, splits
+from .splits import LONGEST_RING, allowed_switches, settings, splits
 from .step import Choice
 
 _MOST_TOKENS = 2**31 - 1  # kernels count positions in 32-bit integers
@@ -157,58 +157,18 @@ def plan(
     """
     shape, gpus = model_of(model), hardware_of(hardware)
     mask = Mask.causal() if mask is None else mask
-    _check(
-        shape, gpus, seq_len, ranks, mask, global_batch, batch, replicas, kernel, recompute, head_groups, state_bytes
-    )
-    base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
-    everything = base.sharding.ring_positions(0)  # not sharded: all positions
-    kinds = shape.masks(mask, seq_len)
-    pairs = sum(count * all_pairs(layer_mask, seq_len, everything) for count, layer_mask in kinds) // shape.layers
-    switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
-    if not switches:
-        raise ValueError("offload=True, recompute='none': offloading needs recompute='keep_attention' or 'full'")
-    compared = list(settings(base, ranks, replicas, switches))
-    global_batch = global_batch or _common_batch(compared, switches)
-    compared = [x for x in compared if global_batch % (x.replicas * batch) == 0]
-    if not compared:
-        raise ValueError(f"global_batch={global_batch}: expected a multiple of batch={batch} times a divisor of ranks")
-    choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
-    fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
-    every = product(splits(base, ranks, replicas), [x for x in switches if x.recompute == switches[-1].recompute])
-    longest = max((longest_sequence(x, y) for x, y in every if not y.lacking(x)), default=0)
-    name = gpus.kernel_name(kernel)
-    return Plan(
-        shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest
-    )
-
-
-def _check(
-    model: ModelShape,
-    hardware: Hardware,
-    seq_len: int,
-    ranks: int,
-    mask: Mask,
-    global_batch: int | None,
-    batch: int,
-    replicas: int | None,
-    kernel: str | None,
-    recompute: str | None,
-    head_groups: int | None,
-    state_bytes: float,
-) -> None:
-    """Raise unless the arguments of ``plan`` are valid."""
     numbers = {"seq_len": seq_len, "ranks": ranks, "batch": batch}
     optional = {"global_batch": global_batch, "replicas": replicas, "head_groups": head_groups}
     for name, value in {**numbers, **{k: x for k, x in optional.items() if x is not None}}.items():
         check_int(name, value, 1)
     if replicas is not None and ranks % replicas:
         raise ValueError(f"replicas={replicas}: expected a divisor of ranks={ranks}")
-    if model.experts > _MOST_EXPERTS:
+    if shape.experts > _MOST_EXPERTS:
         raise ValueError(
-            f"model: {model.name} has {model.experts} experts in a layer, and the planner shards weights as FSDP does, "
+            f"model: {shape.name} has {shape.experts} experts in a layer, and the planner shards weights as FSDP does, "
             f"which gathers all experts: expected at most {_MOST_EXPERTS}; use a framework with expert parallelism"
         )
-    hardware.rate(kernel)
+    gpus.rate(kernel)
     if recompute is not None:
         check_choice("recompute", recompute, RECOMPUTE)
     if check_number("state_bytes", state_bytes) < 0:
@@ -222,6 +182,29 @@ def _check(
         )
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
+    base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
+    kinds = shape.masks(mask, seq_len)
+    pairs = sum(count * visible_pairs(layer_mask, seq_len) for count, layer_mask in kinds) // shape.layers
+    switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
+    if not switches:
+        raise ValueError("offload=True, recompute='none': offloading needs recompute='keep_attention' or 'full'")
+    compared = list(settings(base, ranks, replicas))
+    if not compared:
+        raise ValueError(
+            f"ranks={ranks}: expected a product of heads, replicas and a ring of at most {LONGEST_RING} ranks"
+        )
+    global_batch = global_batch or _common_batch(compared, switches)
+    compared = [x for x in compared if global_batch % (x.replicas * batch) == 0]
+    if not compared:
+        raise ValueError(f"global_batch={global_batch}: expected a multiple of batch={batch} times a divisor of ranks")
+    choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
+    fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
+    every = product(splits(base, ranks, replicas), [x for x in switches if x.recompute == switches[-1].recompute])
+    longest = max((longest_sequence(x, y) for x, y in every if not y.lacking(x)), default=0)
+    name = gpus.kernel_name(kernel)
+    return Plan(
+        shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest
+    )
 
 
 # The work of a step, and the switches

@@ -1,17 +1,17 @@
 """One transformer layer on one rank as a timeline: what the runtime computes and sends, in the order it issues it.
 
-``attention.py`` records attention, ``linear.py`` the linear layers. The remaining operations only read and write
-device memory.
+``attention.py`` records attention. The operations besides attention and the linear layers only read and write device
+memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from .attention import AttentionTimeline
 from .hardware import Hardware
-from .linear import LinearTimeline
 from .messages import RankPlace
 from .setting import BETWEEN, ELEMENT_BYTES, GRADIENT_BYTES, WITHIN, Setting
 from .simulate import Timeline
@@ -24,64 +24,79 @@ class RankTimeline:
         setting: the model, the mask, the cluster and the split of the ranks.
         ring_rank: the index of the rank in its ring; by default the slowest rank's.
         ulysses_rank, tensor_rank: the index along the other dimensions. Rank 0 has at least as many heads as any other.
+        head_groups: in how many groups of heads attention is computed, each with messages of its own.
     """
 
     def __init__(
-        self, setting: Setting, ring_rank: int | None = None, ulysses_rank: int = 0, tensor_rank: int = 0
+        self,
+        setting: Setting,
+        ring_rank: int | None = None,
+        ulysses_rank: int = 0,
+        tensor_rank: int = 0,
+        head_groups: int = 1,
     ) -> None:
-        self.setting = setting
+        self.setting, self._head_groups = setting, head_groups
         ring_rank = setting.slowest_ring_rank() if ring_rank is None else ring_rank
         place = RankPlace(setting, ring_rank, ulysses_rank, tensor_rank)
         rank = (ring_rank * setting.ulysses + ulysses_rank) * setting.tensor + tensor_rank
         self._tokens = len(setting.sharding._positions(rank, 1)) * setting.batch
-        self._attention = AttentionTimeline(place)
-        self._linear = LinearTimeline(place, self._tokens)
+        m = setting.model
+        group = replace(m, heads=m.heads // head_groups, kv_heads=m.kv_heads // head_groups)
+        self._place = place
+        self._attention = AttentionTimeline(replace(place, setting=replace(setting, model=group)))
 
     def attention(self, timeline: Timeline, backward: bool = False) -> None:
         """Record the forward of attention, or its backward, with all messages."""
-        self._attention.record(timeline, backward)
+        for _ in range(self._head_groups):
+            self._attention.record(timeline, backward)
 
     def forward(self, timeline: Timeline, attention: bool = True) -> None:
         """Record the forward of a layer; with ``attention=False``, everything but attention."""
-        m, linear = self.setting.model, self._linear
+        m, (qkv, output) = self.setting.model, self._projection_seconds()
+        up, down = self._mlp_seconds()
         self._memory_bound(timeline, "norm", 2 * m.hidden)
-        linear.columns_forward(timeline, "q, k, v", linear.gemm_seconds(m.qkv_parameters - m.expanding_parameters, 1))
+        self._linear(timeline, "q, k, v", gathered=qkv)
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
         if attention:
             self.attention(timeline)
-        linear.rows_forward(timeline, "output projection", linear.gemm_seconds(m.d_out, m.hidden))
+        self._linear(timeline, "output projection", summed=output)
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
-        up, down = self._mlp_seconds()
         self._memory_bound(timeline, "copies to experts", 4 * m.copies * m.hidden)
-        linear.columns_forward(timeline, "MLP", up)
+        self._linear(timeline, "MLP", gathered=up)
         self._memory_bound(timeline, "activation", (3 if m.gated else 2) * m.mlp_width)
-        linear.rows_forward(timeline, "MLP", down)
+        self._linear(timeline, "MLP", summed=down)
         self._memory_bound(timeline, "residual", 3 * m.hidden)
 
-    def backward(self, timeline: Timeline) -> None:
-        """Record the backward of a layer."""
-        m, linear = self.setting.model, self._linear
+    def backward(self, timeline: Timeline, keeps_attention: bool = False) -> None:
+        """Record the backward of a layer. A linear layer has two GEMMs: the gradients of its input and its weight.
+
+        Groups of heads compute their forward again, without their attention if ``keeps_attention``.
+        """
+        m, (qkv, output) = self.setting.model, self._projection_seconds()
         up, down = self._mlp_seconds()
-        linear.rows_backward(timeline, "MLP", down)
+        self._linear(timeline, "MLP", gathered=2 * down)
         self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.mlp_width)
         self._memory_bound(timeline, "copies to experts", 8 * m.copies * m.hidden)
-        linear.columns_backward(timeline, "MLP", up)
+        self._linear(timeline, "MLP", gathered=up, summed=up)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
-        linear.rows_backward(timeline, "output projection", linear.gemm_seconds(m.d_out, m.hidden))
+        self._linear(timeline, "output projection", gathered=2 * output)
+        if self._head_groups > 1:
+            timeline.compute("q, k, v, output projection", qkv + output)
+            if not keeps_attention:
+                self.attention(timeline)
         self.attention(timeline, True)
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
-        linear.columns_backward(timeline, "q, k, v", linear.gemm_seconds(m.qkv_parameters - m.expanding_parameters, 1))
+        self._linear(timeline, "q, k, v", gathered=qkv, summed=qkv)
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
 
     def mlp_seconds(self) -> float:
         """Seconds of the GEMMs of the MLP in forward."""
         return sum(self._mlp_seconds())
 
-    def projection_seconds(self) -> float:
-        """Seconds of the GEMMs before and after attention in forward."""
+    def _projection_seconds(self) -> tuple[float, float]:
+        """Seconds of the projections in forward: to q, k and v, and of the output."""
         m = self.setting.model
-        qkv = self._linear.gemm_seconds(m.qkv_parameters - m.expanding_parameters, 1)
-        return qkv + self._linear.gemm_seconds(m.d_out, m.hidden)
+        return self._gemm_seconds(m.qkv_parameters - m.expanding_parameters), self._gemm_seconds(m.d_out * m.hidden)
 
     def _mlp_seconds(self) -> tuple[float, float]:
         """Seconds of the MLP's GEMMs in forward: up (with a gate, gate and up), and down.
@@ -89,11 +104,41 @@ class RankTimeline:
         With experts, at least the time in which the weights of all experts are read.
         """
         s, m = self.setting, self.setting.model
-        one_matrix = self._linear.gemm_seconds(m.hidden, m.mlp_width)
+        one_matrix = self._gemm_seconds(m.hidden * m.mlp_width)
         if m.experts:
             read = ELEMENT_BYTES * m.mlp_parameters / (3 if m.gated else 2) / s.tensor
             one_matrix = max(one_matrix, read / s.hardware.memory_bandwidth)
         return one_matrix * (2 if m.gated else 1), one_matrix
+
+    def _gemm_seconds(self, weights: float) -> float:
+        """Seconds in which this rank multiplies the tokens of all tensor-parallel ranks by its shard of a weight.
+
+        With t tensor-parallel ranks these are t times the rank's own tokens and 1 / t of the weight, so the FLOPs count
+        its own tokens and all ``weights``.
+        """
+        return 2.0 * self._tokens * weights / self.setting.hardware.gemm_flops
+
+    def _linear(self, timeline: Timeline, name: str, gathered: float = 0.0, summed: float = 0.0) -> None:
+        """Record the GEMMs of a linear layer, in which t tensor-parallel ranks compute t chunks of the tokens.
+
+        ``gathered`` seconds need the tokens of all ranks, which are sent meanwhile; the last chunk arrives before it is
+        multiplied. The partial outputs of ``summed`` seconds are reduce-scattered; the first chunk is computed before
+        it is sent.
+        """
+        t = self.setting.tensor
+        tokens = self._exchange(timeline, "tokens") if gathered else None
+        timeline.compute(name, summed / t)
+        sums = self._exchange(timeline, "partial outputs") if summed else None
+        timeline.compute(name, (gathered + summed) * (t - 1) / t)
+        timeline.wait(tokens)
+        timeline.compute(name, gathered / t)
+        timeline.wait(sums)
+
+    def _exchange(self, timeline: Timeline, name: str) -> int | None:
+        """Send this rank's hidden states to one tensor-parallel rank after another, and receive theirs."""
+        place, size = self._place, float(self._tokens * self.setting.model.hidden * ELEMENT_BYTES)
+        messages = [(place.level_to(tensor=i), size) for i in range(self.setting.tensor) if i != place.tensor]
+        return place.start(timeline, name, "tensor", messages, messages, self.setting.hardware.peer, len(messages))
 
     def _memory_bound(self, timeline: Timeline, name: str, elements: float) -> None:
         """Record operations that read or write ``elements`` elements for each of this rank's tokens."""

@@ -57,6 +57,7 @@ class RankPlace:
         sent: Messages,
         received: Messages,
         bandwidth_within: float | None = None,
+        rounds: int = 1,
     ) -> int | None:
         """Record messages that this rank sends and receives in one exchange, and count the bytes that it sends.
 
@@ -69,6 +70,7 @@ class RankPlace:
             sent, received: the level and the bytes of each message.
             bandwidth_within: bytes/s inside the host, for a collective. By default the bandwidth of point-to-point
                 messages to as many peers.
+            rounds: how many of the messages are sent one after another, each with its latency.
 
         Returns:
             The number of the transfer for ``timeline.wait``; None if there is nothing to transfer.
@@ -83,7 +85,7 @@ class RankPlace:
             links[WITHIN] = size / min(bandwidth_within or hardware.p2p, hardware.peer * peers)
         if size := max(sent_bytes[BETWEEN], received_bytes[BETWEEN]):
             links[BETWEEN] = size / hardware.network
-        return timeline.start(name, stream, links, hardware.latency)
+        return timeline.start(name, stream, links, rounds * hardware.latency)
 
 
 def _bytes_by_level(messages: Messages) -> dict[str, float]:

@@ -1,11 +1,6 @@
-"""The exact number of visible pairs of a query and a key between two shards, at a cost that does not grow with tokens.
+"""The pairs of a query and a key: those that a mask lets see each other, and those that a kernel's tiles compute.
 
-Along a run of the mask (see ``runs.py``) both ends of a query's interval are linear in the query's position. The number
-of a shard's keys below such an end is linear as well, between the shard's first and last key. So the number of visible
-pairs is a sum of linear functions that are clipped at both ends, which has a closed form.
-
-A stripe of positions is described by four numbers: ``start``, ``count``, ``block`` and ``stride``. It has ``count``
-positions in blocks of ``block`` consecutive ones, and a block begins every ``stride`` positions.
+Along a run of the mask (see ``runs.py``) both ends of a query's interval are linear in the query's position.
 """
 
 from __future__ import annotations
@@ -15,46 +10,48 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Positions, Stripe, ranges_to_positions
+from ..layout import Positions, Stripe
 from ..mask import Mask
-from ..runs import UNBOUNDED, Runs
 
 Array = NDArray[np.int64]
 
 
-def visible_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions]) -> list[int]:
-    """For each shard of keys, the number of visible pairs with the queries of one shard.
+def visible_pairs(mask: Mask, seq_len: int) -> int:
+    """The number of visible pairs of a query and a key in a sequence, at a cost that does not grow with its tokens.
 
     If the batch rows have different masks, this is the mean over the rows, rounded down.
-
-    Args:
-        mask: which keys each query sees.
-        seq_len: tokens of the full sequence.
-        queries: the positions of the queries, of one shard.
-        keys: the positions of the keys, of one or more shards of the same layout.
     """
-    rows = mask.runs(seq_len)
-    stripes = _stripes(keys)
-    counts = np.zeros(len(stripes), dtype=np.int64)
+    rows, total = mask.runs(seq_len), 0
     for runs in rows:
-        for start, step, count in _progressions(queries):
-            counts += _pairs(runs, start, step, count, stripes)
-    totals = np.zeros(len(keys), dtype=np.int64)
-    np.add.at(totals, _shard_of_stripes(keys), counts)
-    return [int(x) // len(rows) for x in totals]
+        count = np.diff(np.append(np.minimum(runs.start, seq_len), seq_len))
+        for sign, end, slope in ((1, runs.hi, runs.hi_step), (-1, runs.lo, runs.lo_step)):
+            total += sign * int(_keys_below(end, slope, count, seq_len).sum())
+    return total // len(rows)
 
 
-def all_pairs(mask: Mask, seq_len: int, queries: Positions) -> int:
-    """The number of visible pairs of a query at ``queries`` with any key of the sequence."""
-    return visible_pairs(mask, seq_len, queries, [ranges_to_positions([(0, seq_len)])])[0]
+def _keys_below(end: Array, slope: Array, count: Array, seq_len: int) -> Array:
+    """For each run: ``end + slope * i``, clipped to ``0 ... seq_len``, summed over ``0 <= i < count``."""
+    first = np.clip(-end, 0, count)  # the queries of a run with slope 1 for which the line has reached 0
+    last = np.clip(seq_len - end, first, count)  # and seq_len
+    n = last - first
+    rising = n * np.where(n > 0, end, 0) + n * (first + last - 1) // 2 + (count - last) * seq_len
+    result: Array = np.where(slope > 0, rising, count * np.clip(end, 0, seq_len))
+    return result
 
 
 def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions], tile: int) -> list[int]:
     """For each shard of keys, the number of pairs that a kernel computes for the queries of one shard.
 
     A kernel computes whole tiles of ``tile`` queries and ``tile`` keys, from the first key that a query of the tile
-    sees to the last. So it computes some pairs that are not visible. The other arguments are those of
-    ``visible_pairs``.
+    sees to the last. So it computes some pairs that are not visible. With tiles of 1 these are the visible pairs. If
+    the batch rows have different masks, this is the mean over the rows, rounded down.
+
+    Args:
+        mask: which keys each query sees.
+        seq_len: tokens of the full sequence.
+        queries: the positions of the queries, of one shard.
+        keys: the positions of the keys, of one or more shards of the same layout.
+        tile: queries and keys of a tile.
     """
     begin, held, block, stride = _stripes(keys).T
     owners = _shard_of_stripes(keys)
@@ -104,55 +101,3 @@ def _as_periodic(stripe: Stripe) -> tuple[int, int, int, int]:
     if stripe.block >= stripe.count or stripe.block == stripe.stride:
         return stripe.start, stripe.count, 1, 1
     return stripe.start, stripe.count, stripe.block, stripe.stride
-
-
-def _progressions(queries: Positions) -> list[tuple[int, int, int]]:
-    """The positions as arithmetic progressions ``(first, step, count)``."""
-    found = []
-    for stripe in queries.stripes:
-        start, count, block, stride = _as_periodic(stripe)
-        found += [(start + i, stride, (count - i + block - 1) // block) for i in range(min(block, count))]
-    return found
-
-
-def _pairs(runs: Runs, first: int, step: int, count: int, stripes: Array) -> Array:
-    """For each stripe of keys, the number of visible pairs with the queries at ``first + step * i``.
-
-    Args:
-        runs: the mask of one batch row.
-        first, step, count: the queries are those with ``0 <= i < count``.
-        stripes: int64 ``[stripes, 4]``, see ``_stripes``.
-
-    Returns:
-        int64 ``[stripes]``.
-    """
-    # Each run contains the queries with i0 <= i < i1.
-    cuts = np.clip(-((first - runs.start) // step), 0, count)
-    i0, i1 = cuts, np.append(cuts[1:], count)
-    i0[0] = 0
-    kept = i1 > i0
-    i0, i1 = i0[kept, None], i1[kept, None]  # [runs, 1]
-    totals = []
-    for end, slope in ((runs.hi, runs.hi_step), (runs.lo, runs.lo_step)):
-        # The end of the intervals along a run is at position a + b * i.
-        a = (np.minimum(end, UNBOUNDED) + slope * (first - runs.start))[kept, None]
-        b = (slope * step)[kept, None]
-        start, held, block, stride = stripes.T
-        # The number of a stripe's keys below that end is below + rise * i, clipped to 0 ... held.
-        below = (a - start) // stride * block + np.minimum((a - start) % stride, block)
-        rise = np.where(b > 0, b // stride * block, 0)
-        totals.append(_sum_of_clipped(below, rise, i0, i1, held))
-    result: Array = (totals[0] - totals[1]).sum(0)
-    return result
-
-
-def _sum_of_clipped(a: Array, slope: Array, i0: Array, i1: Array, top: Array) -> Array:
-    """The sum of ``a + slope * i``, clipped to ``0 ... top``, over ``i0 <= i < i1``. ``slope`` is not negative."""
-    level = (i1 - i0) * np.clip(a, 0, top)
-    rising = np.maximum(slope, 1)
-    begin = np.clip(-(a // rising), i0, i1)  # the first i at which the line reaches 0
-    end = np.clip(-((a - top) // rising), begin, i1)  # the first i at which the line reaches the top
-    count = end - begin
-    ramp = np.where(count > 0, count * np.where(count > 0, a, 0) + slope * ((begin + end - 1) * count // 2), 0)
-    result: Array = np.where(slope > 0, ramp + (i1 - end) * top, level)
-    return result

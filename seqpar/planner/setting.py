@@ -8,12 +8,12 @@ from typing import Literal
 
 import torch
 
-from ..layout import Layout, TokenLayout
+from ..layout import Layout, TokenLayout, ranges_to_positions
 from ..mask import Mask
 from ..mesh import ranks_per_host
 from .hardware import Hardware
 from .model import ModelShape
-from .pairs import all_pairs
+from .pairs import computed_pairs
 
 # The two levels of links, as ``Choice.bytes_sent`` names them.
 WITHIN, BETWEEN = "within_host", "between_hosts"
@@ -119,24 +119,28 @@ class Setting:
         return ranks_per_host([tuple(ranks) for ranks in hosts.values()])
 
     def slowest_ring_rank(self) -> int:
-        """The ring rank with the most visible pairs of a query and a key."""
+        """The ring rank with the most work in attention."""
         if self.ring == 1:
             return 0
-        pairs = _pairs_by_ring_rank(self.mask, self.seq_len, self.layout, self.ring)
+        pairs = _work_by_ring_rank(self.mask, self.seq_len, self.layout, self.ring)
         return max(range(self.ring), key=pairs.__getitem__)
 
     def imbalance(self) -> float:
-        """The visible pairs of the slowest ring rank, divided by the mean over the ring ranks; 1 is balanced."""
-        pairs = _pairs_by_ring_rank(self.mask, self.seq_len, self.layout, self.ring)
+        """The work of the slowest ring rank, divided by the mean over the ring ranks; 1 is balanced."""
+        pairs = _work_by_ring_rank(self.mask, self.seq_len, self.layout, self.ring)
         return max(pairs) * len(pairs) / max(1, sum(pairs))
 
 
+_TILES = 4096  # a ring rank's queries are counted in at most so many tiles
+
+
 @lru_cache(maxsize=256)
-def _pairs_by_ring_rank(mask: Mask, seq_len: int, layout: Layout, ring: int) -> list[int]:
-    """Visible pairs of a query and a key on each ring rank.
+def _work_by_ring_rank(mask: Mask, seq_len: int, layout: Layout, ring: int) -> list[int]:
+    """The pairs of a query and a key that each ring rank computes.
 
     The Ulysses and tensor-parallel ranks that share the tokens of a ring rank are left out of the sharding: they move
     the borders between ring ranks by a few tokens at most.
     """
-    sharding = TokenLayout(seq_len, layout, ring)
-    return [all_pairs(mask, seq_len, sharding.ring_positions(rank)) for rank in range(ring)]
+    sharding, everything = TokenLayout(seq_len, layout, ring), [ranges_to_positions([(0, seq_len)])]
+    tile = -(-seq_len // ring // _TILES)
+    return [computed_pairs(mask, seq_len, sharding.ring_positions(rank), everything, tile)[0] for rank in range(ring)]

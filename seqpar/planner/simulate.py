@@ -48,8 +48,8 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
     for number, task in enumerate(tasks):
         queues.setdefault(task.stream, deque()).append(number)
     starts, ends = [0.0] * len(tasks), [-1.0] * len(tasks)
-    delays: dict[int, float] = {}  # of each task that is in its delay, the seconds left
-    works: dict[int, dict[str, float]] = {}  # of each task that uses its links, the seconds left by link
+    works: dict[int, dict[str, float]] = {}  # of each running task, the seconds left by link
+    delayed: set[int] = set()  # the running tasks that have not used their links yet
     idle = list(queues.values())  # the queues of the streams that run nothing
     now = 0.0
     while True:
@@ -61,12 +61,10 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
                 waiting.append(queue)
                 continue
             starts[number] = now
-            if task.delay > 0:
-                delays[number] = task.delay
-            else:
-                works[number] = _links_in_use(task)
+            delayed.add(number)
+            works[number] = {f"delay of {number}": task.delay} if task.delay > 0 else {}
         idle = waiting
-        if not delays and not works:
+        if not works:
             if idle:
                 raise ValueError("tasks: some wait for one another, and would never start; remove the circle in after")
             return list(zip(starts, ends, strict=True))
@@ -74,8 +72,8 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
         for links in works.values():
             for link in links:
                 users[link] = users.get(link, 0) + 1
-        # The time until the next task ends its delay or its use of a link.
-        step = min(delays.values(), default=inf)
+        # The time until the next task has its delay behind it, or ends its use of a link.
+        step = inf
         for links in works.values():
             for link, seconds in links.items():
                 step = min(step, seconds * users[link])
@@ -88,23 +86,16 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
                 links[link] -= step / users[link]
                 if links[link] <= rounding:
                     del links[link]
-            if not links:
+            if not links and number in delayed:
+                delayed.remove(number)
+                works[number] = {link: seconds for link, seconds in tasks[number].links.items() if seconds > 0}
+            elif not links:
                 ends[number] = now
                 del works[number]
                 queue = queues[tasks[number].stream]
                 queue.popleft()
                 if queue:
                     idle.append(queue)
-        for number in list(delays):
-            delays[number] -= step
-            if delays[number] <= rounding:
-                del delays[number]
-                works[number] = _links_in_use(tasks[number])
-
-
-def _links_in_use(task: Task) -> dict[str, float]:
-    """The seconds of a task by link, without links that it does not use."""
-    return {link: seconds for link, seconds in task.links.items() if seconds > 0}
 
 
 @dataclass

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
 from ..layout import LAYOUTS, Layout
-from .memory import RECOMPUTE, Switches, memory
+from .memory import RECOMPUTE, Switches
 from .setting import Setting
 
-# The longest ring that is simulated, in ranks, for plans of up to as many ranks. It is shorter for more ranks, see
-# ``_without_long_rings``.
-_LONGEST_RING = 4096
+LONGEST_RING = 1024  # ranks; the time of a simulation is proportional to the length of the ring
 # The slowest rank's share of the work, relative to the mean.
 _BALANCED = 1.01  # a layout with less imbalance needs no comparison with the layouts after it
 _WORTH_COMPARING = 1.3  # a layout with more than this times the least imbalance is left out
 
 
-def settings(base: Setting, ranks: int, replicas: int | None, switches: Sequence[Switches]) -> Iterator[Setting]:
+def settings(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]:
     """The splits of ``ranks`` that are compared, with the layouts worth comparing.
 
     Args:
         base: the model, the mask and the cluster.
         ranks: GPUs of all replicas.
         replicas: their number; None compares every possible one.
-        switches: the switches that are allowed.
     """
-    for split in _without_long_rings(list(splits(base, ranks, replicas)), switches):
+    for split in splits(base, ranks, replicas):
         for layout in _layouts(split):
             yield replace(split, layout=layout)
             if split.ring > 1 and split.ulysses == 1 and split.tensor == 1:  # layers with tp have no all-gather
@@ -41,33 +38,13 @@ def splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]
         sequence_ranks = tensor * ulysses * ring
         if ranks % sequence_ranks or replicas not in (None, ranks // sequence_ranks):
             continue
-        if tensor * ulysses > base.model.heads:
-            continue  # some ranks would have no heads
+        if tensor * ulysses > base.model.heads or ring > LONGEST_RING:
+            continue  # some ranks would have no heads, or each would have little to compute between transfers
         if tensor > base.hardware.gpus_per_host:
             continue  # tensor parallelism between hosts: every layer would wait for it
         if tensor > 1 and (base.model.experts or base.model.kv_rank):
             continue  # the package has tensor-parallel layers for neither experts nor latents
         yield replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // sequence_ranks)
-
-
-def _without_long_rings(found: list[Setting], switches: Sequence[Switches]) -> list[Setting]:
-    """The splits without those whose rings are too long to simulate.
-
-    The time of a simulation is proportional to the length of the ring, and with more ranks there are more and longer
-    rings. So that a plan for more ranks takes no longer, the limit is ``_LONGEST_RING`` for up to as many ranks, and
-    inversely proportional to the number of ranks beyond.
-
-    A longer ring is not expected to be the fastest if a shorter one fits into memory: each rank receives nearly all
-    K/V, however long the ring is, but has fewer queries to compute in the meantime. If only rings beyond the limit fit,
-    the shortest of these is kept. If none fits, the shortest of all is kept.
-    """
-    ranks = max((split.ranks for split in found), default=1)
-    limit = min(_LONGEST_RING, _LONGEST_RING**2 // ranks)
-    if all(split.ring <= limit for split in found):
-        return found
-    fitting = [s.ring for s in found if any(memory(s, x).fits(s.hardware) for x in switches)]
-    shortest = min(fitting or [split.ring for split in found])
-    return [split for split in found if split.ring <= limit or split.ring == shortest]
 
 
 def _layouts(setting: Setting) -> list[Layout]:

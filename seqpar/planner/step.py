@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from ..layout import Layout
@@ -148,35 +147,28 @@ class _LayerCost:
 
     def __init__(self, setting: Setting, count: int) -> None:
         self.setting, self.count = setting, count
-        self._backward: dict[str, _Pass] = {}  # by ``Switches.recompute``
+        self._passes: dict[tuple[str, int], tuple[_Pass, _Pass]] = {}
+        self._ranks: dict[int, RankTimeline] = {}  # by ``Switches.head_groups``
 
-    @cached_property
-    def _rank(self) -> RankTimeline:
-        return RankTimeline(self.setting)
+    def passes(self, switches: Switches) -> tuple[_Pass, _Pass]:
+        """The forward and the backward of a layer.
 
-    @cached_property
-    def _attention(self) -> Result:
-        timeline = Timeline()
-        self._rank.attention(timeline)
-        return timeline.run()
+        During forward the weights of the next layer are all-gathered; during the backward and the recomputation before
+        it, they are all-gathered and the gradients of the last layer's weights are reduce-scattered.
+        """
+        how, groups = switches.recompute, switches.head_groups
+        if groups not in self._ranks:
+            self._ranks[groups] = RankTimeline(self.setting, head_groups=groups)
+        rank = self._ranks[groups]
 
-    @cached_property
-    def forward(self) -> _Pass:
-        """The forward of a layer, while the weights of the next layer are all-gathered."""
-        return self._simulate(self._rank.forward, backward=False)
+        def backward(timeline: Timeline) -> None:
+            if how != "none":
+                rank.forward(timeline, attention=how == "full")
+            rank.backward(timeline, keeps_attention=how == "keep_attention")
 
-    def backward(self, recompute: str) -> _Pass:
-        """The backward of a layer and the recomputation before it, while the weights of the next layer are all-gathered
-        and the gradients of the last layer's weights are reduce-scattered."""
-
-        def record(timeline: Timeline) -> None:
-            if recompute != "none":
-                self._rank.forward(timeline, attention=recompute == "full")
-            self._rank.backward(timeline)
-
-        if recompute not in self._backward:
-            self._backward[recompute] = self._simulate(record, backward=True)
-        return self._backward[recompute]
+        if (how, groups) not in self._passes:
+            self._passes[how, groups] = self._simulate(rank.forward, False), self._simulate(backward, True)
+        return self._passes[how, groups]
 
     def _simulate(self, record: Callable[[Timeline], None], backward: bool) -> _Pass:
         """Simulate what ``record`` records, while weights, and in backward gradients, are communicated."""
@@ -191,16 +183,11 @@ class _LayerCost:
 
     def seconds(self, switches: Switches) -> tuple[float, float]:
         """Seconds of the forward and backward of one layer; and the seconds of these in which the rank computes."""
-        forward, backward = self.forward.result, self.backward(switches.recompute).result
+        forward, backward = (one_pass.result for one_pass in self.passes(switches))
         total, compute = forward.seconds + backward.seconds, forward.compute + backward.compute
         if switches.tiled_mlp:  # backward computes the MLP's forward again
-            again = self._rank.mlp_seconds()
+            again = self._ranks[switches.head_groups].mlp_seconds()
             total, compute = total + again, compute + again
-        if switches.head_groups > 1:  # backward computes each group's forward again
-            again = self._rank.projection_seconds()
-            total, compute = total + again, compute + again
-            if switches.recompute != "keep_attention":
-                total, compute = total + self._attention.seconds, compute + self._attention.compute
         if switches.offload:  # to the host during forward, and back during backward
             copy = layer_activations(self.setting, switches.recompute, switches.tiled_mlp)
             copy_seconds = copy / self.setting.hardware.host_link
@@ -226,7 +213,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
     for layer in cost.layers:
         layer_seconds, layer_compute = layer.seconds(switches)
         layers, layers_compute = layers + layer.count * layer_seconds, layers_compute + layer.count * layer_compute
-        for one_pass in (layer.forward, layer.backward(switches.recompute)):
+        for one_pass in layer.passes(switches):
             for level, size in one_pass.sent.items():
                 sent[level] += layer.count * size
     outside_layers = times * cost.loss_seconds() + cost.optimizer_seconds()

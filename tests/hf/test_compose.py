@@ -342,7 +342,8 @@ def compiled(
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     model = seqpar.hf.parallelize(tiny("llama"), group=group, strategy=strategy)
-    for module in {"layers": [*model.model.layers], "decoder": [model.model], "model": [model]}[what]:
+    modules = {"layers": [*model.model.layers], "decoder": [model.model], "model": [model]}[what]
+    for module in modules if group.rank() == 1 else []:  # rank 0 sends the same in eager code
         module.compile(backend=backend, fullgraph=what != "model")
     first = 0
     for number, (batch, of_one) in enumerate(zip(batches, losses, strict=True)):
@@ -360,9 +361,9 @@ def compiled(
 def test_compiled_models(pool: Pool, what: str, strategy: str) -> None:
     """If the whole model is compiled, the hooks and the loss run outside of its graphs."""
     batches = [make_batch("packed", seed=seed) for seed in range(3, 6)]
-    for first, graphs in pool.run(2, compiled, what, strategy, batches, *mean_of("llama", batches)):
-        assert first <= 2  # two layers, which may share one; the decoder is one, and the model has two
-        assert graphs == first  # new documents compile nothing
+    _, (first, graphs) = pool.run(2, compiled, what, strategy, batches, *mean_of("llama", batches))
+    assert 1 <= first <= 2  # two layers, which may share one; the decoder is one, and the model has two
+    assert graphs == first  # new documents compile nothing
 
 
 class Stage(nn.Module):

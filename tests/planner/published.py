@@ -18,7 +18,7 @@ from seqpar.planner.hardware import HARDWARE, AttentionRate
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix
 from seqpar.planner.model import MODELS, ModelShape
-from seqpar.planner.pairs import all_pairs
+from seqpar.planner.pairs import visible_pairs
 from seqpar.planner.setting import Setting
 
 LEFT_OUT = {
@@ -88,8 +88,7 @@ class Row:
         if self.switches is None and not self.setting.mask.is_local:
             return ALONE
         s = self.setting
-        whole = replace(s, ring=1, ulysses=1, tensor=1).sharding.ring_positions(0)
-        return kind_of(s, all_pairs(s.mask, s.seq_len, whole))
+        return kind_of(s, visible_pairs(s.mask, s.seq_len))
 
 
 def step_row(

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import repeat
-from typing import Any, ClassVar
-from unittest import mock
+from typing import Any
 
 import pytest
-import torch
-from torch.distributed.tensor import DTensor
 
 import seqpar
 from seqpar.cli.launch import launch
@@ -19,16 +14,14 @@ from seqpar.planner.code import code
 from seqpar.planner.memory import Switches
 from seqpar.planner.step import Choice
 
-TOKENS, BATCH, RANKS = 96, 1, 4
-SIZES: dict[str, Any] = {
-    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 8, "tie_word_embeddings": False,
-}  # fmt: skip
+from .sizes import SIZES, TOKENS
+
+RANKS = 4
 ONE_HOST = {"base": "h100", "attention": {"cpu": [1e12, 1e12]}, "gpus_per_host": RANKS}
 
 
 def small_plan(**options: Any) -> seqpar.Plan:
-    return seqpar.plan({"model_type": "qwen3", **SIZES}, TOKENS, RANKS, ONE_HOST, global_batch=4, **options)
+    return seqpar.plan({"model_type": "qwen3", **SIZES}, TOKENS, RANKS, ONE_HOST, global_batch=2, **options)
 
 
 def variants() -> dict[str, Choice]:
@@ -53,53 +46,10 @@ def printed(plan: seqpar.Plan, choice: Choice) -> str:
     return code(choice, plan.model, plan.hardware, plan.seq_len, plan.batch, plan.kernel, plan.mask)
 
 
-def transformer() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
-
-
-def batch_of(is_shifted: bool) -> dict[str, torch.Tensor]:
-    """The same batch in every part of a step and on every rank. transformers shifts the labels itself."""
-    ids = torch.randint(0, 61, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:] if is_shifted else ids[:, :-1]}
-
-
-def norm(parameters: Iterable[torch.nn.Parameter]) -> float:
-    """The norm of all gradients, of the shards of all ranks together."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    whole = [x.full_tensor() if isinstance(x, DTensor) else x for x in grads]
-    return float(torch.stack([x.float().norm() for x in whole]).norm())
-
-
-class Recorded(torch.optim.AdamW):
-    """AdamW that takes no step, and records the norm of the gradients."""
-
-    norms: ClassVar[list[float]] = []
-
-    def step(self, closure: Any = None) -> Any:
-        self.norms.append(norm(p for group in self.param_groups for p in group["params"]))
-
-
-def run_printed(texts: dict[str, str]) -> dict[str, tuple[float, float]]:
-    """Run each text on this rank: the loss of the step, and the norm of the gradients."""
-    found = {}
-    for name, text in texts.items():
-        uses_hf = "seqpar.hf" in text
-        names: dict[str, Any] = {"batches": repeat(batch_of(not uses_hf))}
-        if uses_hf:
-            names["model"] = transformer()
-        torch.manual_seed(0)
-        with mock.patch("torch.optim.AdamW", Recorded):
-            exec(compile(text, name, "exec"), names)
-        found[name] = float(names["loss"].detach()) * names["accumulation"], Recorded.norms.pop()
-    torch.distributed.destroy_process_group()
-    return found
-
-
 @pytest.mark.slow
 def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from .run_code import batch_of, norm, run_printed, transformer
+
     monkeypatch.setattr("seqpar.planner.code.TILE_TOKENS", 8)
     plan = small_plan()
     texts = {name: printed(plan, choice) for name, choice in variants().items()}

@@ -112,17 +112,15 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
 
 
 def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rings(tokens: int, replicas: int | None) -> list[int]:
-        base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), tokens)
-        return sorted({s.ring for s in settings(base, 128, replicas, [Switches()])})
+    def rings(replicas: int | None) -> list[int]:
+        base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), 4096)
+        return sorted({s.ring for s in settings(base, 128, replicas)})
 
     every = [1, 2, 4, 8, 16, 32, 64, 128]
-    assert rings(4096, None) == every
-    monkeypatch.setattr("seqpar.planner.splits._LONGEST_RING", 64)  # for up to 64 ranks; for 128 half as many
-    assert rings(4096, None) == every[:6]
-    assert rings(4096, 1) == [64]  # no shorter ring is possible with two heads and one replica
-    assert rings(1 << 20, None) == [*every[:6], 64]  # no shorter ring fits into memory
-    assert rings(1 << 30, None) == every[:6]  # none fits
+    assert rings(None) == every
+    monkeypatch.setattr("seqpar.planner.splits.LONGEST_RING", 64)
+    assert rings(None) == every[:-1]
+    assert rings(1) == [64]  # and 2 heads
 
 
 def test_switches_are_priced() -> None:
@@ -177,6 +175,7 @@ def test_documents_need_less_than_one_sequence() -> None:
         ({"seq_len": 1 << 40}, "seq_len=1099511627776: expected at most 2147483647"),
         ({"seq_len": 4}, "at least one token for each"),
         ({"ranks": 0}, "ranks=0: expected at least 1"),
+        ({"ranks": 4099, "seq_len": 8192, "replicas": 1}, "ranks=4099: expected a product of heads"),
         ({"replicas": 3}, "expected a divisor of ranks=8"),
         ({"kernel": "flash9"}, "did you mean"),
         ({"recompute": "none", "offload": True}, "offloading needs recompute"),

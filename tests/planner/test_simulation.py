@@ -7,18 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
 from seqpar.layout import LAYOUTS, TokenLayout
 from seqpar.planner.layer import RankTimeline
+from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import mask_of
 from seqpar.planner.model import ModelShape
 from seqpar.planner.pairs import computed_pairs, visible_pairs
 from seqpar.planner.setting import BETWEEN, WITHIN, Setting
 from seqpar.planner.simulate import Task, Timeline, simulate
+from seqpar.planner.step import step
 
 from ..core.test_hosts import simulated
 from ..settings import H100, attention, attention_shape
@@ -96,6 +98,8 @@ MASKS = {
     "documents in a window": Mask.documents([0, 7, 8, 20, 50, 61]) & Mask.sliding_window(4),
     "chunks": Mask.chunked(9),
     "prefix": Mask.prefix_lm(11),
+    "window around": Mask.sliding_window(70, 3),
+    "padding": Mask.causal() & Mask.padding(3, 9),
     "rows": Mask.documents([[0, 7, 61], [0, 30, 61]]),
 }
 
@@ -104,6 +108,7 @@ MASKS = {
 def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
     tokens, mask = 61, MASKS[name]
     dense = mask.dense(tokens).view(-1, tokens, tokens)
+    assert visible_pairs(mask, tokens) == int(dense.sum()) // len(dense)
     for layout in LAYOUTS:
         for ring, ulysses, tensor in ((1, 1, 1), (4, 1, 1), (3, 2, 1), (2, 2, 2), (1, 1, 4), (70, 1, 1)):
             sharding = TokenLayout(tokens, layout, ring, ulysses, tensor)
@@ -111,7 +116,7 @@ def test_pairs_are_those_of_the_dense_mask(name: str) -> None:
             at = [shard.tensor(torch.device("cpu")) for shard in shards]
             for rank in {0, ring // 2, ring - 1}:
                 expected = [int(dense[:, at[rank]][:, :, keys].sum()) // len(dense) for keys in at]
-                assert visible_pairs(mask, tokens, shards[rank], shards) == expected
+                assert computed_pairs(mask, tokens, shards[rank], shards, 1) == expected
                 computed = computed_pairs(mask, tokens, shards[rank], shards, 4)
                 assert all(a >= b for a, b in zip(computed, expected, strict=True))
 
@@ -232,6 +237,42 @@ def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: 
         timeline = Timeline()
         timeline_of.attention(timeline, is_backward)
         assert sum(timeline.sent.values()) == trace.bytes_sent
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "attention", "full"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bytes_of_groups_of_heads(strategy: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer whose K/V heads are shared by ranks of an all-to-all, more so in groups of heads."""
+    monkeypatch.setattr("seqpar.strategies.call.select", lambda *_, **__: Idle())
+    world, heads, kv_heads, tokens = 4, 8, 4, 64
+    options = {**STRATEGIES[strategy], **({"ulysses_size": 2} if strategy == "hybrid" else {})}
+    with simulated(world, world - 1, PER_HOST, monkeypatch) as group:
+        layer = seqpar.ParallelAttention(
+            options.pop("strategy"),
+            64,
+            heads,
+            kv_heads,
+            HEAD_DIM,
+            group=group,
+            layout="contiguous",
+            dtype=torch.bfloat16,
+            **options,
+        )
+        block = nn.ModuleDict({"self_attn": layer, "mlp": nn.Linear(64, 64, dtype=torch.bfloat16)})
+        block.forward = lambda x: block["mlp"](x + layer(x))
+        seqpar.Memory(head_groups=2, checkpoint=checkpoint).apply(nn.ModuleDict({"layers": nn.ModuleList([block])}))
+        x = torch.zeros(1, tokens // world, 64, dtype=torch.bfloat16, requires_grad=True)
+        with seqpar.trace() as trace:
+            block(x).sum().backward()
+    model = ModelShape("m", 1, 64, heads, kv_heads, HEAD_DIM, 64, 64)
+    ulysses = {"ulysses": world, "hybrid": 2}.get(strategy, 1)
+    setting = Setting(
+        model, replace(H100, gpus_per_host=PER_HOST), Mask.causal(), tokens, ring=world // ulysses, ulysses=ulysses,
+        gather=strategy == "context_parallel",
+    )  # fmt: skip
+    how: Any = {"attention": "keep_attention"}.get(checkpoint, checkpoint)
+    sent = step(setting, Switches(how, head_groups=2), 1).bytes_sent
+    assert sum(sent.values()) == trace.bytes_sent
 
 
 @pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.sliding_window(20), mask_of("documents:96", 512)])
