@@ -288,12 +288,12 @@ class HeadExchange:
         messages = new_message(sum(sends), x, self.link)
         pack(sent, messages)
         received, pending = start_all_to_all(messages, sends, receives, self.link)
-        shard = x.new_empty(sum(self.lengths), batch, width)
-        if sent is not parts:
-            for in_sequence, in_shard in self._own(parts, split_heads(shard, shapes)):
-                in_shard.copy_(in_sequence)
 
         def head_shard() -> Tensor:
+            shard = x.new_empty(sum(self.lengths), batch, width)
+            if sent is not parts:
+                for in_sequence, in_head_shard in self._own(parts, split_heads(shard, shapes)):
+                    in_head_shard.copy_(in_sequence)
             if pairs := self._rows(received, [shard]):
                 in_messages, in_shard = zip(*pairs, strict=True)
                 torch._foreach_copy_(in_shard, in_messages)
