@@ -35,7 +35,7 @@ test-fast: $(READY)
 	$(PYTEST) $(IN_TWO) -m "not slow" --ignore=tests/hf --ignore=tests/docs/test_examples.py $(PYTEST_ARGS)
 
 # Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
-# instructions. Needs no GPU; takes about ten minutes. `make test` compiles a few of them.
+# instructions. Needs no GPU; takes about 16 minutes of one core. `make test` compiles a few of them.
 gate: $(READY)
 	$(BIN)/python tools/gate.py --what all
 
