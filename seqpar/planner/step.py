@@ -147,7 +147,8 @@ class _LayerCost:
 
     def __init__(self, setting: Setting, count: int) -> None:
         self.setting, self.count = setting, count
-        self._passes: dict[tuple[str, int], tuple[_Pass, _Pass]] = {}
+        self._forward: dict[int, _Pass] = {}  # by ``Switches.head_groups``
+        self._backward: dict[tuple[str, int], _Pass] = {}  # by ``Switches.recompute`` too
         self._ranks: dict[int, RankTimeline] = {}  # by ``Switches.head_groups``
 
     def passes(self, switches: Switches) -> tuple[_Pass, _Pass]:
@@ -166,9 +167,11 @@ class _LayerCost:
                 rank.forward(timeline, attention=how == "full")
             rank.backward(timeline, keeps_attention=how == "keep_attention")
 
-        if (how, groups) not in self._passes:
-            self._passes[how, groups] = self._simulate(rank.forward, False), self._simulate(backward, True)
-        return self._passes[how, groups]
+        if groups not in self._forward:
+            self._forward[groups] = self._simulate(rank.forward, False)
+        if (how, groups) not in self._backward:
+            self._backward[how, groups] = self._simulate(backward, True)
+        return self._forward[groups], self._backward[how, groups]
 
     def _simulate(self, record: Callable[[Timeline], None], backward: bool) -> _Pass:
         """Simulate what ``record`` records, while weights, and in backward gradients, are communicated."""

@@ -153,7 +153,7 @@ def test_code_fits_the_page(page: str) -> None:
 
 @pytest.mark.parametrize(
     ("mask", "section", "gpus", "tokens"),
-    [("causal", "wins", 8, 128 << 10), ("causal", "wins", 128, 1 << 20), ("mix:magi", "packed", 32, 512 << 10)],
+    [("causal", "wins", 8, 128 << 10), ("causal", "wins", 256, 1 << 20), ("mix:magi", "packed", 32, 512 << 10)],
 )
 def test_scale_is_the_planners(mask: str, section: str, gpus: int, tokens: int) -> None:
     """A few of the cells that ``make scale`` writes."""
