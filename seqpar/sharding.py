@@ -413,7 +413,10 @@ def unshard(
     Args:
         x_local: this rank's shard, with ``seq_local`` entries along ``dim``.
         dim: the dimension of the sequence.
-        mesh, group, layout, strategy: as given to ``shard``.
+        mesh: as given to ``shard``.
+        group: as given to ``shard``.
+        layout: as given to ``shard``.
+        strategy: as given to ``shard``.
         sharding: instead of them; the call is then ``sharding.unshard(x_local, dim)``.
 
     Returns:
@@ -463,7 +466,10 @@ def positions(
 
     Args:
         seq_len: the length of the full sequence, in tokens.
-        mesh, group, layout, strategy: as given to ``shard``.
+        mesh: as given to ``shard``.
+        group: as given to ``shard``.
+        layout: as given to ``shard``.
+        strategy: as given to ``shard``.
         sharding: instead of the other arguments; the call is then ``sharding.positions()``.
 
     Returns:
