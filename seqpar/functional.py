@@ -269,8 +269,7 @@ def _agree(
     with propagate_errors(sequence if needs_handshake else None):
         spec = make_spec()
         if sharding is not None:
-            check_sharding(sharding)
-            sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
+            check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             seq_len = sharding.seq_len
         else:  # of no tokens, as long as their number is not known
             make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)

@@ -36,7 +36,8 @@ from ..mask import Mask
 from ..mesh import ParallelContext
 from ..planner.rules import named
 from ..schedule.plan import plan_ahead
-from ..sharding import Sharding, check_sharding, layout_of, require_layout, resolve_sequence_group
+from ..shard_functions import layout_of
+from ..sharding import Sharding, check_sharding, require_layout, resolve_sequence_group
 from ..spec import AttentionSpec, constants
 from ..strategies import COMMS, operators, strategy_options
 from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
@@ -214,9 +215,8 @@ class AttentionLayer(nn.Module):
 
         If the length is not known, the ranks tell each other in a handshake, and compare their arguments.
         """
-        check_sharding(sharding)
+        check_sharding(sharding, seq_len=seq_len)
         if sharding is not None:
-            sharding.check_arguments(seq_len=seq_len)
             if self.layout not in (None, sharding.layout):
                 raise ValueError(
                     f"sharding: its layout is {sharding.layout!r}, but the layer was made with layout={self.layout!r}; "

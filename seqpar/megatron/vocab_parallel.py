@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import check_choice, check_hidden, check_int, no_compile
+from ..checks import check_choice, check_hidden, check_int
 from ..mesh import ANY_RANKS, ParallelContext, size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
@@ -232,7 +232,7 @@ def vocab_parallel_cross_entropy(
         RuntimeError: another rank raised an error on its own input.
     """
     if sharding is not None and (mesh is not None or group is not None):
-        _check_arguments(sharding, mesh, group)
+        check_sharding(sharding, mesh=mesh, group=group)
     ranks = ParallelContext(mesh, group) if sharding is None else ANY_RANKS
 
     def header() -> _LogitsHeader:
@@ -248,12 +248,6 @@ def vocab_parallel_cross_entropy(
         return loss
 
     return with_sharding(compute, sharding, header, ranks)
-
-
-@no_compile
-def _check_arguments(sharding: Sharding, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-    check_sharding(sharding)
-    sharding.check_arguments(mesh=mesh, group=group)
 
 
 class _IdsHeader(NamedTuple):
