@@ -36,7 +36,7 @@ from .placement import Placement
 from .reductions import note_frozen
 from .same_rows import compare, compares_now
 from .shards import Shard, Unshard
-from .spec import AttentionSpec
+from .spec import REPLICATED, AttentionSpec
 from .strategies import STRATEGIES, StrategyName, resolve
 
 
@@ -257,7 +257,7 @@ class Sharding(Opaque):
         Raises:
             ValueError: ``ranks`` are not the ranks of the sharding.
         """
-        key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel, spec.replicated
+        key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel
         placement = self._placements.get(key)
         if placement is None:
             placement = self._placements[key] = self._place(spec, ranks)
@@ -270,15 +270,18 @@ class Sharding(Opaque):
         if spec.tensor_parallel:
             self.check_ranks(sequence_group(mesh, group, "tp_sp"))
             tensor_size, group = size_of(ranks.tensor), None
+        replicated = spec.strategy == REPLICATED
         if spec.tensor_parallel and spec.strategy == "local":
             placement = Placement()
         else:
-            placement = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
+            placement = resolve(
+                "context_parallel" if replicated else spec.strategy, mesh, group, dict(spec.strategy_options)
+            )
         if not spec.tensor_parallel:
             self.check_ranks(placement.sequence)
         degrees = size_of(placement.ring), size_of(placement.ulysses), tensor_size
-        tokens = TokenLayout(self.seq_len, self.layout, *degrees, spec.replicated)
-        if spec.replicated:  # nothing is sent
+        tokens = TokenLayout(self.seq_len, self.layout, *degrees, replicated)
+        if replicated:  # nothing is sent
             return Placement(placement.sequence, tokens=tokens)
         return replace(placement, tokens=tokens)
 

@@ -272,7 +272,7 @@ class AttentionLayer(nn.Module):
             return self._compute(x, mask, cache.sharding, positions, False, cache)
         self._check_input(x, mask, positions)
         cache.check_new(x)
-        spec = self._call_spec(x, mask, cache.sharding, cached=True)
+        spec = self._call_spec(mask, cache.sharding)
         q, k, v = self._heads_of(x, None)
         if self.rope is not None:
             q, k = self.rope(q, k, cache.new_positions(self, x.shape[1]) if positions is None else positions)
@@ -294,7 +294,7 @@ class AttentionLayer(nn.Module):
         ``joins_backward`` is False if no rank's inputs require gradients. An empty ``cache`` stores keys and values.
         """
         self._check_input(x, mask, positions, sharding)
-        ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding, cached=cache is not None)
+        ranks, spec = self._parallel_context, self._call_spec(mask, sharding)
         length = self._rotary_length(x, positions, sharding)
         tokens = self._gathered_tokens(x, sharding, spec)
         if tokens is not None:  # the projections communicate
@@ -341,23 +341,25 @@ class AttentionLayer(nn.Module):
         length: Tensor = rotary_length(x, positions, sharding)
         return length
 
-    def _call_spec(self, x: Tensor, mask: Mask, sharding: Sharding, cached: bool = False) -> AttentionSpec:
-        """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto".
-
-        With ``cached`` keys no keys are replicated.
-        """
+    def _call_spec(self, mask: Mask, sharding: Sharding) -> AttentionSpec:
+        """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto"."""
         spec = self.spec.having(returns_saved=True) if torch.compiler.is_compiling() else self.spec
         if spec.dropout_p and not self.training:
             spec = spec.having(dropout_p=0.0, draws_seed=False)
         if spec.strategy == "auto":
             cluster = sharding.layout, sharding.ranks, sharding.per_host
             spec = named(spec, mask, self.num_heads, self.num_kv_heads, *cluster)
-        return spec.having(replicated=False) if cached else spec
+        return spec
 
     def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        return partial(plan_ahead, sharding.place(self.spec, self._parallel_context).plan_arguments)
+        spec = self._without_cache(self.spec)
+        return partial(plan_ahead, sharding.place(spec, self._parallel_context).plan_arguments)
+
+    def _without_cache(self, spec: AttentionSpec) -> AttentionSpec:
+        """``spec`` in calls without a cache."""
+        return spec
 
     # Tensor parallelism overrides the methods below, and ``_build``.
 

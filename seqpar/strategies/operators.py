@@ -387,7 +387,7 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     The result is cached, and must not be written to. Rotary embeddings recognise it by identity.
     """
     placement = sharding.place(spec, ranks)
-    if spec.replicated:
+    if placement.tokens.replicated:
         return placement.tokens.together().rank_positions(0)
     return placement.tokens.rank_positions(placement.rank)
 
