@@ -24,15 +24,13 @@ from .layout import (
     shard_positions,
 )
 from .mesh import (
-    ANY_RANKS,
-    ParallelContext,
     check_mesh_and_group,
     known_per_host,
     rank_in,
     sequence_group,
     size_of,
 )
-from .placement import Placement
+from .placement import ANY_RANKS, ParallelContext, Placement
 from .reductions import note_frozen
 from .same_rows import compare, compares_now
 from .shards import Shard, Unshard

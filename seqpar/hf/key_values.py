@@ -31,7 +31,7 @@ from ..comm.collectives import reduce_scatter
 from ..kernels.base import accumulator
 from ..layout import shard_positions
 from ..mask import Mask
-from ..mesh import ANY_RANKS
+from ..placement import ANY_RANKS
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 from ..strategies.operators import attention as attention_operator

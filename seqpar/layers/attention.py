@@ -29,11 +29,11 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
-from ..decoding import KeyValueCache
+from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_lengths
 from ..mask import Mask
-from ..mesh import ParallelContext
+from ..placement import ParallelContext
 from ..planner.rules import named
 from ..schedule.plan import plan_ahead
 from ..shard_functions import layout_of
@@ -256,11 +256,7 @@ class AttentionLayer(nn.Module):
         cache: KeyValueCache,
     ) -> Tensor:
         """``forward`` with a cache: of the prompt's tokens on this rank, or of new tokens."""
-        if not isinstance(cache, KeyValueCache):
-            raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
-        if sharding not in (None, cache.sharding) or seq_len is not None:
-            raise ValueError("sharding: a call with a cache takes cache.sharding; leave sharding and seq_len out")
-        cache.check_no_grad()
+        check_cache(cache, sharding, seq_len)
         if self.training and self.spec.dropout_p:
             raise ValueError(f"dropout_p={self.spec.dropout_p}: generation drops nothing; call model.eval()")
         if self.rope is not None and self.rope.needs_length:
@@ -346,10 +342,7 @@ class AttentionLayer(nn.Module):
         spec = self.spec.having(returns_saved=True) if torch.compiler.is_compiling() else self.spec
         if spec.dropout_p and not self.training:
             spec = spec.having(dropout_p=0.0, draws_seed=False)
-        if spec.strategy == "auto":
-            cluster = sharding.layout, sharding.ranks, sharding.per_host
-            spec = named(spec, mask, self.num_heads, self.num_kv_heads, *cluster)
-        return spec
+        return named(spec, mask, self.num_heads, self.num_kv_heads, sharding)
 
     def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
@@ -410,50 +403,6 @@ class AttentionLayer(nn.Module):
         heads = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}"
         layout = "" if self.layout is None else f", layout={self.layout!r}"
         return f"strategy={self.strategy!r}, {heads}{layout}{options}"
-
-
-class LocalAttention(AttentionLayer):
-    """Attention on one rank, which holds the full sequence. No options."""
-
-    strategy = "local"
-
-
-class RingAttention(AttentionLayer):
-    """Ring attention: K/V rows are sent from rank to rank, step by step. No options.
-
-    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work.
-    """
-
-    strategy = "ring"
-
-
-class UlyssesAttention(AttentionLayer):
-    """Ulysses: all-to-all from sequence shards to head shards and back. No options.
-
-    With more ranks than heads, some ranks have no work.
-    """
-
-    strategy = "ulysses"
-
-
-class HybridAttention(AttentionLayer):
-    """A hybrid: all-to-all in subgroups, ring across them.
-
-    Args:
-        ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size; by default the largest
-            one up to its square root. On a mesh, the sizes of its ring and ulysses dimensions are used.
-    """
-
-    strategy = "hybrid"
-
-
-class AutoAttention(AttentionLayer):
-    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options."""
-
-    strategy = "auto"
-
-    def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
-        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 
 def normalized(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:

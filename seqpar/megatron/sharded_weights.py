@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..layers.gradients import tensor_parallel_parameters
 from ..layout import chunk_range
-from ..mesh import ParallelContext, size_of
+from ..mesh import size_of
+from ..placement import ParallelContext
 
 
 class Part(NamedTuple):

@@ -31,8 +31,7 @@ from ..kernels.base import Score, accumulator
 from ..layout import check_length
 from ..library import operator
 from ..mask import Mask, layer_mask
-from ..mesh import ParallelContext
-from ..placement import Placement
+from ..placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from ..cache import context_of
 from ..compile_types import Opaque, register_constant_type
 from ..library import operator
-from ..mesh import ParallelContext
+from ..placement import ParallelContext
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
