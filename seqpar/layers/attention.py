@@ -137,7 +137,6 @@ class AttentionLayer(nn.Module):
         self.reset_parameters()
 
     def _build(self, bias: bool, out_bias: bool, qk_norm: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
-        """Make the projections, the norms of the heads and the sinks."""
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, queries, bias=bias, **factory_kwargs)
         self.k_proj = nn.Linear(hidden, keys, bias=bias, **factory_kwargs)
@@ -255,7 +254,6 @@ class AttentionLayer(nn.Module):
         seq_len: int | None,
         cache: KeyValueCache,
     ) -> Tensor:
-        """``forward`` with a cache: of the prompt's tokens on this rank, or of new tokens."""
         check_cache(cache, sharding, seq_len)
         if self.training and self.spec.dropout_p:
             raise ValueError(f"dropout_p={self.spec.dropout_p}: generation drops nothing; call model.eval()")
@@ -351,7 +349,6 @@ class AttentionLayer(nn.Module):
         return partial(plan_ahead, sharding.place(spec, self._parallel_context).plan_arguments)
 
     def _without_cache(self, spec: AttentionSpec) -> AttentionSpec:
-        """``spec`` in calls without a cache."""
         return spec
 
     # Tensor parallelism overrides the methods below, and ``_build``.

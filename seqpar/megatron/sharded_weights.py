@@ -154,7 +154,6 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _shard(full: Tensor, spec: DTensorSpec) -> DTensor:
-    """This rank's shard of a full tensor."""
     # fully_shard puts its dimensions first, and shards the chunks of the dimensions after them.
     for i, placement in reversed(list(enumerate(spec.placements))):
         if not placement.is_replicate():

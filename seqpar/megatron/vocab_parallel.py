@@ -190,7 +190,6 @@ class VocabParallelHead(ShardedLinear):
         return loss
 
     def _tokens_at_a_time(self, chunk_tokens: int | None) -> int:
-        """``chunk_tokens`` with its default filled in."""
         if chunk_tokens is None:
             return max(1, _CHUNK_BYTES // (4 * max(1, self._part.size)))
         check_int("chunk_tokens", chunk_tokens, 1)

@@ -309,8 +309,6 @@ class HeadExchange:
 
 
 class _LseGradient(NamedTuple):
-    """Whether a rank has a gradient of the log-sum-exp."""
-
     has_dlse: bool
 
 

@@ -44,8 +44,6 @@ from .ulysses import saved_lse, saved_shapes, ulysses_backward, ulysses_forward
 
 
 class _SeedHeader(NamedTuple):
-    """The dropout seed that a rank has drawn."""
-
     seed: int
 
 
