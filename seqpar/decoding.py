@@ -192,6 +192,15 @@ class KeyValueCache:
             return attend_to_cached(q, keys, start, mask, heads, score, group, spec.backend, self._intervals)
 
 
+def check_cache(cache: object, sharding: Sharding | None, seq_len: int | None) -> None:
+    """Raise unless a layer may be called with ``cache``, and with these arguments beside it."""
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
+    if sharding not in (None, cache.sharding) or seq_len is not None:
+        raise ValueError("sharding: a call with a cache takes cache.sharding; leave sharding and seq_len out")
+    cache.check_no_grad()
+
+
 class _CachedKeys:
     """The cached keys of one layer: ``k [b, cached, n, d]``, ``v [b, cached, n, e]`` and their global positions."""
 

@@ -18,7 +18,8 @@ from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerpr
 from .kernels import BackendName
 from .layout import Layout, check_lengths
 from .mask import Mask
-from .mesh import ANY_RANKS, sequence_group
+from .mesh import sequence_group
+from .placement import ANY_RANKS
 from .planner.rules import named
 from .schedule.plan import plan_ahead
 from .sharding import Sharding, check_sharding, require_layout
@@ -188,9 +189,7 @@ def attention(
         )
     spec = make_spec()
     q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, *tensors)
-    if spec.strategy == "auto":
-        cluster = sharding.layout, sharding.ranks, sharding.per_host
-        spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
+    spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     seed = None
     if dropout_seed is not None:
         _check_seed(dropout_seed)
@@ -269,8 +268,7 @@ def _agree(
     with propagate_errors(sequence if needs_handshake else None):
         spec = make_spec()
         if sharding is not None:
-            check_sharding(sharding)
-            sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
+            check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             seq_len = sharding.seq_len
         else:  # of no tokens, as long as their number is not known
             make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)

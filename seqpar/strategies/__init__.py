@@ -77,13 +77,11 @@ def _local_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placeme
 
 
 def _ring_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
-    """All ranks of the sequence form one ring."""
     group = sequence_group(mesh, group)
     return Placement(sequence=group, ring=group)
 
 
 def _ulysses_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
-    """All ranks of the sequence take part in one all-to-all."""
     group = sequence_group(mesh, group)
     return Placement(sequence=group, ulysses=group)
 
