@@ -189,7 +189,8 @@ def attention(
         )
     spec = make_spec()
     q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, *tensors)
-    spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
+    if spec.strategy == "auto":
+        spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     seed = None
     if dropout_seed is not None:
         _check_seed(dropout_seed)
