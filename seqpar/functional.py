@@ -188,8 +188,9 @@ def attention(
             tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone
         )
     spec = make_spec()
-    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, *tensors)
-    spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
+    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, tensors)
+    if spec.strategy == "auto":
+        spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     seed = None
     if dropout_seed is not None:
         _check_seed(dropout_seed)
@@ -206,16 +207,9 @@ def attention(
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _checked(
-    mask: Mask,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    latent_weight: Tensor | None,
-) -> Inputs:
+def _checked(mask: Mask, tensors: Inputs) -> Inputs:
     """The tensors of a call in autocast's dtype, after checking that they fit together."""
+    q, k, v, sinks, alibi_slopes, latent_weight = tensors
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     if all(isinstance(x, Tensor) for x in (q, k, v)):
@@ -276,7 +270,7 @@ def _agree(
         placement = sharding.place(spec)
         if dropout_seed is not None:
             _check_seed(dropout_seed)
-        q, k, v, sinks, _, latent_weight = _checked(mask, *tensors)
+        q, k, v, sinks, _, latent_weight = _checked(mask, tensors)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     joins_backward = True

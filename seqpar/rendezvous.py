@@ -61,8 +61,7 @@ def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: ti
     index, size = ranks.index(dist.get_rank()), len(ranks)
     if size == 1 or is_simulated():
         return [value] * size
-    # A connection of its own: a wait locks its connection, and NCCL's heartbeat uses torch's.
-    store, key = _get_default_store().clone(), _key(purpose, ranks)
+    store, key = _get_default_store(), _key(purpose, ranks)
     entries = _join(store, key, value, index, timeout) if index else _gather(store, key, value, size, timeout)
     if missing := [i for i, entry in enumerate(entries) if entry is None]:
         raise RuntimeError(missing_message(missing, purpose, timeout))

@@ -39,7 +39,7 @@ from ..schedule.plan import plan_ahead
 from ..shard_functions import layout_of
 from ..sharding import Sharding, check_sharding, require_layout, resolve_sequence_group
 from ..spec import AttentionSpec, constants
-from ..strategies import COMMS, operators, strategy_options
+from ..strategies import COMMS, STRATEGIES, operators
 from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
 from ..strategies.seed import draw_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
@@ -254,9 +254,10 @@ class AttentionLayer(nn.Module):
         seq_len: int | None,
         cache: KeyValueCache,
     ) -> Tensor:
-        check_cache(cache, sharding, seq_len)
-        if self.training and self.spec.dropout_p:
-            raise ValueError(f"dropout_p={self.spec.dropout_p}: generation drops nothing; call model.eval()")
+        check_cache(cache, sharding, self.spec.dropout_p * self.training)
+        if seq_len is not None:
+            raise ValueError(f"seq_len={seq_len}: a call with a cache takes cache.sharding; leave seq_len out")
+        cache.check_no_grad()
         if self.rope is not None and self.rope.needs_length:
             raise ValueError(
                 "rope_type='dynamic': its angles change with the length, but cached keys keep their angles; generate "
@@ -388,7 +389,7 @@ class AttentionLayer(nn.Module):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. Values that depend on the group are checked in ``forward``."""
-        check_options(self.strategy, options, strategy_options(self.strategy))
+        check_options(self.strategy, options, STRATEGIES[self.strategy].options)
         if options.get("comm") is not None:
             check_choice("comm", options["comm"], COMMS)
         for name in ("ulysses_size", "chunks"):

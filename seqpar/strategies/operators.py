@@ -124,19 +124,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-        seed: Tensor | None,
-        latent_weight: Tensor | None,
-        spec: AttentionSpec,
-        *where: Any,
-    ) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
         """``out`` and ``lse``. Without ``ctx``, in the body of the operator: the call, these two, and what is saved."""
+        q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, *where = arguments
         call, shapes = None, (q.shape, k.shape, v.shape)
         if ctx is not None and (spec.returns_saved or seen_by_dispatch_mode()):
             tensors = sinks, alibi_slopes, seed, latent_weight

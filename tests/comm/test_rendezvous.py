@@ -20,9 +20,6 @@ TIMEOUT = timedelta(seconds=5)
 class KilledWhileWaiting(dist.PrefixStore):
     """The store of such a process."""
 
-    def clone(self) -> dist.Store:
-        return self
-
     def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
         try:
             super().wait(keys, timeout)
