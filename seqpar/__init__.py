@@ -32,7 +32,8 @@ from .memory import Memory
 from .mesh import init_mesh
 from .planner import Hardware, ModelShape, Plan, plan
 from .scaled_dot_product import replace_sdpa, sdpa
-from .sharding import Sharding, positions, shard, unshard
+from .shard_functions import positions, shard, unshard
+from .sharding import Sharding
 from .strategies.checkpointing import keep_attention
 from .verification import VerificationError, verify
 

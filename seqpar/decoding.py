@@ -192,6 +192,16 @@ class KeyValueCache:
             return attend_to_cached(q, keys, start, mask, heads, score, group, spec.backend, self._intervals)
 
 
+def check_cache(cache: object, sharding: Sharding | None, dropout_p: float) -> None:
+    """Raise unless attention may be called with ``cache``, and with these arguments beside it."""
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
+    if sharding not in (None, cache.sharding):
+        raise ValueError(f"sharding: {sharding}, but the cache was made with {cache.sharding}; pass cache.sharding")
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p}: generation drops nothing; call model.eval()")
+
+
 class _CachedKeys:
     """The cached keys of one layer: ``k [b, cached, n, d]``, ``v [b, cached, n, e]`` and their global positions."""
 

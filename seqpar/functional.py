@@ -18,7 +18,8 @@ from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerpr
 from .kernels import BackendName
 from .layout import Layout, check_lengths
 from .mask import Mask
-from .mesh import ANY_RANKS, sequence_group
+from .mesh import sequence_group
+from .placement import ANY_RANKS
 from .planner.rules import named
 from .schedule.plan import plan_ahead
 from .sharding import Sharding, check_sharding, require_layout
@@ -187,10 +188,9 @@ def attention(
             tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone
         )
     spec = make_spec()
-    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, *tensors)
+    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, tensors)
     if spec.strategy == "auto":
-        cluster = sharding.layout, sharding.ranks, sharding.per_host
-        spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
+        spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     seed = None
     if dropout_seed is not None:
         _check_seed(dropout_seed)
@@ -207,16 +207,9 @@ def attention(
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _checked(
-    mask: Mask,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    latent_weight: Tensor | None,
-) -> Inputs:
+def _checked(mask: Mask, tensors: Inputs) -> Inputs:
     """The tensors of a call in autocast's dtype, after checking that they fit together."""
+    q, k, v, sinks, alibi_slopes, latent_weight = tensors
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     if all(isinstance(x, Tensor) for x in (q, k, v)):
@@ -269,8 +262,7 @@ def _agree(
     with propagate_errors(sequence if needs_handshake else None):
         spec = make_spec()
         if sharding is not None:
-            check_sharding(sharding)
-            sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len)
+            check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             seq_len = sharding.seq_len
         else:  # of no tokens, as long as their number is not known
             make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)
@@ -278,7 +270,7 @@ def _agree(
         placement = sharding.place(spec)
         if dropout_seed is not None:
             _check_seed(dropout_seed)
-        q, k, v, sinks, _, latent_weight = _checked(mask, *tensors)
+        q, k, v, sinks, _, latent_weight = _checked(mask, tensors)
         if mask.batch not in (1, q.shape[0]):
             raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
     joins_backward = True

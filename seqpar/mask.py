@@ -24,7 +24,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 from operator import and_
 from typing import Any
 
@@ -315,24 +315,18 @@ LayerMask = tuple[bool, int | None, int | None]  # causal, window and chunk of `
 
 
 def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
-    """The mask of a layer: the batch's mask, restricted to causal pairs, to ``|i - j| < window`` or to chunks."""
-    kept: Mask | None = mask.plans.get((causal, window, chunk))
-    return _layer_mask(mask, causal, window, chunk) if kept is None else kept
+    """The mask of a layer: the batch's mask, restricted to causal pairs, to ``|i - j| < window`` or to chunks.
 
-
-def keep_layer_mask(mask: Mask, layer: LayerMask) -> Mask:
-    """``layer_mask``, stored in ``mask.plans``, so that the layer's mask and its plans are pickled with ``mask``."""
-    result = layer_mask(mask, *layer)
-    if result is not mask:
-        mask.plans[layer] = result
-    return result
-
-
-@lru_cache(maxsize=512)
-def _layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
-    result = mask & Mask.causal() if causal else mask
-    if window is not None:
-        result = result & Mask.sliding_window(window - 1, 0 if causal else window - 1)
-    if chunk:
-        result = result & Mask.chunked(chunk, causal, starts=mask.starts)
+    Stored in ``mask.plans``, so that the layer's mask and its plans are freed and pickled together with ``mask``.
+    """
+    key = causal, window, chunk
+    result: Mask | None = mask.plans.get(key)
+    if result is None:
+        result = mask & Mask.causal() if causal else mask
+        if window is not None:
+            result = result & Mask.sliding_window(window - 1, 0 if causal else window - 1)
+        if chunk:
+            result = result & Mask.chunked(chunk, causal, starts=mask.starts)
+        if result is not mask:
+            mask.plans[key] = result
     return result

@@ -8,7 +8,6 @@ import socket
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +18,6 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_int
-from .compile_types import Opaque, register_reference_type
 from .rendezvous import group_timeout, is_simulated, store_all_gather
 from .startup import check_timeout, start_process_group, started_ranks
 
@@ -290,32 +288,6 @@ def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
             "an all-to-all are consecutive; make it with seqpar.init_mesh"
         )
     return names
-
-
-# A compiled function is compiled again for another mesh or group. The layers of a model share theirs.
-@register_reference_type(lambda context: [id(context.mesh), id(context.group)])
-class ParallelContext(Opaque):
-    """The mesh or the group that a layer was made with.
-
-    Process groups cannot be copied, so a deep copy of a layer refers to the same ParallelContext.
-    """
-
-    def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-        check_mesh_and_group(mesh, group)
-        self.mesh = mesh
-        self.group = group
-
-    @cached_property
-    def tensor(self) -> ProcessGroup | None:
-        """The group over which a tensor-parallel layer's weights are sharded."""
-        return tensor_group(self.mesh, self.group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
-        return self
-
-
-# Instead of the ranks of a layer, for a call that is no layer's: the ranks are then the sharding's.
-ANY_RANKS = ParallelContext(None, None)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``Placement``: who takes part in one attention call, and which positions each rank holds."""
+"""Who takes part in one attention call and which positions each rank holds; and a layer's mesh or group."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
 
+from .compile_types import Opaque, register_reference_type
 from .layout import TokenLayout
-from .mesh import Ranks, Subgroup, rank_in, ranks_by_host, ranks_per_host, size_of
+from .mesh import (
+    Ranks,
+    Subgroup,
+    check_mesh_and_group,
+    rank_in,
+    ranks_by_host,
+    ranks_per_host,
+    size_of,
+    tensor_group,
+)
 
 _NO_TOKENS = TokenLayout(0)
 
@@ -99,3 +109,29 @@ def _some_of(ranks: Ranks | None, indices: range) -> Ranks | None:
     if isinstance(ranks, Subgroup):
         return Subgroup(ranks.parent, tuple(ranks.ranks[i] for i in indices))
     return Subgroup(ranks, tuple(indices))
+
+
+# A compiled function is compiled again for another mesh or group. The layers of a model share theirs.
+@register_reference_type(lambda context: [id(context.mesh), id(context.group)])
+class ParallelContext(Opaque):
+    """The mesh or the group that a layer was made with.
+
+    Process groups cannot be copied, so a deep copy of a layer refers to the same ParallelContext.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
+        check_mesh_and_group(mesh, group)
+        self.mesh = mesh
+        self.group = group
+
+    @cached_property
+    def tensor(self) -> ProcessGroup | None:
+        """The group over which a tensor-parallel layer's weights are sharded."""
+        return tensor_group(self.mesh, self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
+        return self
+
+
+# Instead of the ranks of a layer, for a call that is no layer's: the ranks are then the sharding's.
+ANY_RANKS = ParallelContext(None, None)

@@ -20,8 +20,6 @@ class OtherRowsError(ValueError):
 
 
 class _FullHeader(NamedTuple):
-    """A checksum of a tensor that every rank holds in full."""
-
     content: Fingerprint
 
 

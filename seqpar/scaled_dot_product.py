@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .checks import check_int
-from .decoding import KeyValueCache
+from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .mask import Mask
 from .sharding import Sharding
@@ -112,7 +112,7 @@ def sdpa(
         mask = _CAUSAL if is_causal else _FULL
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, d], [b, s, n, d], [b, s, n, e]
     if cache is not None:
-        _check_cache(cache, sharding, dropout_p)
+        check_cache(cache, sharding, dropout_p)
         cached_options: Any = options
         return cache.attention(layer, q, k, v, mask=mask, softmax_scale=scale, **cached_options).transpose(1, 2)
     out = attention(q, k, v, mask=mask, sharding=sharding, softmax_scale=scale, dropout_p=dropout_p, **options)
@@ -175,7 +175,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
                 "could be either; pad the sequence or the other keys to another length"
             )
         if cache is not None:
-            _check_cache(cache, sharding, 0.0)
+            check_cache(cache, sharding, 0.0)
         self.sharding, self.options, self.whole_keys, self.cache = sharding, options, tuple(whole_keys), cache
         self.mask = _FULL if mask is None else mask
         self.causal_mask = _CAUSAL if mask is None else mask & _CAUSAL
@@ -253,15 +253,6 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             layer=self.calls,
             **self.options,
         )
-
-
-def _check_cache(cache: KeyValueCache, sharding: Sharding, dropout_p: float) -> None:
-    if not isinstance(cache, KeyValueCache):
-        raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
-    if cache.sharding != sharding:
-        raise ValueError(f"sharding: {sharding}, but the cache was made with {cache.sharding}; pass cache.sharding")
-    if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p}: generation drops nothing; call model.eval()")
 
 
 def _check_checkpoint() -> None:

@@ -1,4 +1,4 @@
-"""Shard tensors along the sequence, and gather them again.
+"""``Sharding``: which tokens of a sequence each rank holds.
 
 Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_local``. All other dimensions are arbitrary.
 """
@@ -7,38 +7,34 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import check_bool, check_choice, check_int, no_compile
-from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from .compile_types import Opaque, register_reference_type
 from .layout import (
     LAYOUTS,
     Layout,
     TokenLayout,
     check_length,
-    check_lengths,
     shard_length,
     shard_positions,
 )
 from .mesh import (
-    ANY_RANKS,
-    ParallelContext,
     check_mesh_and_group,
     known_per_host,
     rank_in,
     sequence_group,
     size_of,
 )
-from .placement import Placement
+from .placement import ANY_RANKS, ParallelContext, Placement
 from .reductions import note_frozen
 from .same_rows import compare, compares_now
 from .shards import Shard, Unshard
-from .spec import AttentionSpec
+from .spec import REPLICATED, AttentionSpec
 from .strategies import STRATEGIES, StrategyName, resolve
 
 
@@ -198,7 +194,7 @@ class Sharding(Opaque):
             TypeError: an argument has another type.
             ValueError: ``x_local`` does not have the dimension, or not ``seq_local`` entries along it.
         """
-        dim = _check_dim("x_local", x_local, dim)
+        dim = check_dim("x_local", x_local, dim)
         self.check_local(x_local.shape[dim])
         if self.sequence_group is None:
             return x_local
@@ -208,7 +204,7 @@ class Sharding(Opaque):
 
     def _check_full(self, x: Tensor, dim: int) -> int:
         """``dim`` counted from the front, after checking that ``x`` holds the full sequence."""
-        dim = _check_dim("x", x, dim)
+        dim = check_dim("x", x, dim)
         if x.shape[dim] != self.seq_len:
             raise ValueError(
                 f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
@@ -249,32 +245,6 @@ class Sharding(Opaque):
                 "tp_sp, for nothing else)"
             )
 
-    def check_arguments(
-        self,
-        *,
-        mesh: DeviceMesh | None = None,
-        group: ProcessGroup | None = None,
-        layout: str | None = None,
-        seq_len: int | None = None,
-        strategy: str | None = None,
-    ) -> None:
-        """Raise if an argument that is given beside the sharding differs from it."""
-        check_mesh_and_group(mesh, group)
-        own: object
-        for name, value, own in (("layout", layout, self.layout), ("seq_len", seq_len, self.seq_len)):
-            if value is not None and value != own:
-                raise ValueError(f"{name}={value!r}: the sharding has {name}={own!r}; leave {name} out")
-        if strategy is not None and (strategy == "tp_sp") != (self.strategy == "tp_sp"):
-            raise ValueError(f"strategy={strategy!r}: the sharding has strategy={self.strategy!r}; leave strategy out")
-        if mesh is not None and mesh != self.mesh:
-            raise ValueError(f"mesh={mesh}: the sharding was made with mesh={self.mesh}; leave mesh out")
-        if group is not None:
-            given, ranks = _global_ranks(group), _global_ranks(self.sequence_group)
-            if given != ranks:
-                raise ValueError(
-                    f"group: its ranks are {_short(given)}, but the sharding's are {_short(ranks)}; leave group out"
-                )
-
     def place(self, spec: AttentionSpec, ranks: ParallelContext = ANY_RANKS) -> Placement:
         """Who takes part in attention with ``spec``, and which positions they hold. Found once.
 
@@ -285,7 +255,7 @@ class Sharding(Opaque):
         Raises:
             ValueError: ``ranks`` are not the ranks of the sharding.
         """
-        key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel, spec.replicated
+        key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel
         placement = self._placements.get(key)
         if placement is None:
             placement = self._placements[key] = self._place(spec, ranks)
@@ -298,15 +268,18 @@ class Sharding(Opaque):
         if spec.tensor_parallel:
             self.check_ranks(sequence_group(mesh, group, "tp_sp"))
             tensor_size, group = size_of(ranks.tensor), None
+        replicated = spec.strategy == REPLICATED
         if spec.tensor_parallel and spec.strategy == "local":
             placement = Placement()
         else:
-            placement = resolve(spec.strategy, mesh, group, dict(spec.strategy_options))
+            placement = resolve(
+                "context_parallel" if replicated else spec.strategy, mesh, group, dict(spec.strategy_options)
+            )
         if not spec.tensor_parallel:
             self.check_ranks(placement.sequence)
         degrees = size_of(placement.ring), size_of(placement.ulysses), tensor_size
-        tokens = TokenLayout(self.seq_len, self.layout, *degrees, spec.replicated)
-        if spec.replicated:  # nothing is sent
+        tokens = TokenLayout(self.seq_len, self.layout, *degrees, replicated)
+        if replicated:  # nothing is sent
             return Placement(placement.sequence, tokens=tokens)
         return replace(placement, tokens=tokens)
 
@@ -343,159 +316,36 @@ def require_layout(layout: Layout | None, group: ProcessGroup | None) -> Layout:
     return "contiguous"
 
 
-def check_sharding(sharding: object) -> None:
-    """Raise a TypeError unless ``sharding`` is a Sharding or None."""
-    if sharding is not None and not isinstance(sharding, Sharding):
-        raise TypeError(f"sharding={sharding!r}: expected a seqpar.Sharding, as Sharding(seq_len) makes one")
-
-
 @no_compile
-def shard(
-    x: Tensor,
-    dim: int = 1,
+def check_sharding(
+    sharding: object,
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout | None = None,
-    sharding: Sharding | None = None,
-    strategy: StrategyName | Literal["tp_sp"] | None = None,
-    check: bool = False,
-) -> Tensor:
-    """``Sharding(x.shape[dim], layout, ...).shard(x, dim)``: this rank's shard of ``x``. Nothing is sent.
-
-    Args:
-        x: tensor of any dtype and shape, the same on every rank. It may have fewer tokens than there are ranks.
-        dim: the dimension of the sequence.
-        mesh: the sequence is sharded over its ring and ulysses dimensions.
-        group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
-        layout: which tokens each rank holds: "contiguous", "zigzag" or "striped". It may be left out for a single rank,
-            and for ranks that are tensor-parallel alone ("tp_sp"), whose layout is then "contiguous".
-        sharding: instead of the other arguments; the call is then ``sharding.shard(x, dim)``.
-        strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
-            difference.
-        check: whether the ranks compare their ``x`` (see ``Sharding.shard``).
-
-    Returns:
-        ``x`` with ``seq_local`` of ``seq`` entries along ``dim``, contiguous. ``seq`` need not divide by anything:
-        shards may differ in length.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: no layout over several ranks, an unknown layout or strategy, a ``dim`` that ``x`` does not have, a
-            mesh without the dimensions, or an argument that differs from the sharding.
-    """
-    if sharding is None:
-        axis = _check_dim("x", x, dim)
-        layout = layout_of(layout, mesh, group, strategy)
-        sharding = Sharding(x.shape[axis], layout, mesh=mesh, group=group, strategy=strategy)
-    else:
-        check_sharding(sharding)
-        sharding.check_arguments(mesh=mesh, group=group, layout=layout, strategy=strategy)
-    return sharding.shard(x, dim, check=check)
-
-
-@no_compile
-def unshard(
-    x_local: Tensor,
-    dim: int = 1,
-    *,
-    mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | None = None,
-    sharding: Sharding | None = None,
-    strategy: StrategyName | Literal["tp_sp"] | None = None,
-) -> Tensor:
-    """The full tensor on every rank, all-gathered from the shards that ``shard`` returned.
-
-    Without ``sharding`` a handshake comes first, in which the ranks learn the length of the sequence and compare their
-    shards. See ``Sharding.unshard``.
-
-    Args:
-        x_local: this rank's shard, with ``seq_local`` entries along ``dim``.
-        dim: the dimension of the sequence.
-        mesh: as given to ``shard``.
-        group: as given to ``shard``.
-        layout: as given to ``shard``.
-        strategy: as given to ``shard``.
-        sharding: instead of them; the call is then ``sharding.unshard(x_local, dim)``.
-
-    Returns:
-        ``x_local`` with ``seq`` entries along ``dim``, in the order of the sequence.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: the shards do not have the layout's lengths, or differ in another dimension, dtype or layout; or an
-            argument differs from the sharding.
-        RuntimeError: another rank raised an error on its own input.
-    """
-    if sharding is not None:
-        check_sharding(sharding)
-        sharding.check_arguments(mesh=mesh, group=group, layout=layout, strategy=strategy)
-        return sharding.unshard(x_local, dim)
-    sequence = resolve_sequence_group(mesh, group, strategy)
-    with propagate_errors(sequence):
-        layout = layout_of(layout, mesh, group, strategy)
-
-    def header() -> _ShardHeader:
-        axis = _check_dim("x_local", x_local, dim)  # if it raises, all ranks raise
-        check_choice("layout", layout, LAYOUTS)
-        other_dims = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
-        return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, other_dims))
-
-    headers = all_gather_header(header, sequence)
-    if len({header.spec for header in headers}) > 1:
-        raise ValueError(
-            f"x_local: the ranks of the group differ in dim, layout, dtype or a dimension other than {dim} "
-            f"(here {x_local.dtype} {tuple(x_local.shape)}, layout={layout!r}); pass the same on every rank"
-        )
-    seq_len = check_lengths([header.length for header in headers], layout)
-    return Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy).unshard(x_local, dim)
-
-
-@no_compile
-def positions(
+    layout: str | None = None,
     seq_len: int | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | None = None,
-    sharding: Sharding | None = None,
-    strategy: StrategyName | Literal["tp_sp"] | None = None,
-) -> Tensor:
-    """``Sharding(seq_len, layout, ...).positions()``: global positions of this rank's tokens. Nothing is sent.
-
-    Args:
-        seq_len: the length of the full sequence, in tokens.
-        mesh: as given to ``shard``.
-        group: as given to ``shard``.
-        layout: as given to ``shard``.
-        strategy: as given to ``shard``.
-        sharding: instead of the other arguments; the call is then ``sharding.positions()``.
-
-    Returns:
-        int64 ``[seq_local]`` on the CPU, increasing.
-
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: a negative ``seq_len``, an unknown layout or strategy, or an argument that differs from the
-            sharding.
-    """
+    strategy: str | None = None,
+) -> None:
+    """Raise unless ``sharding`` is None or a Sharding, and equal to the arguments that are given beside it."""
     if sharding is None:
-        if seq_len is None:
-            raise TypeError("seq_len=None: expected the length of the full sequence, or a sharding")
-        layout = layout_of(layout, mesh, group, strategy)
-        sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
-    else:
-        check_sharding(sharding)
-        sharding.check_arguments(mesh=mesh, group=group, layout=layout, seq_len=seq_len, strategy=strategy)
-    return sharding.positions()
-
-
-class _ShardHeader(NamedTuple):
-    """A rank's shard: its number of tokens, and everything that must be the same on every rank."""
-
-    length: int
-    spec: Fingerprint
+        return
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding={sharding!r}: expected a seqpar.Sharding, as Sharding(seq_len) makes one")
+    check_mesh_and_group(mesh, group)
+    own: object
+    for name, value, own in (("layout", layout, sharding.layout), ("seq_len", seq_len, sharding.seq_len)):
+        if value is not None and value != own:
+            raise ValueError(f"{name}={value!r}: the sharding has {name}={own!r}; leave {name} out")
+    if strategy is not None and (strategy == "tp_sp") != (sharding.strategy == "tp_sp"):
+        raise ValueError(f"strategy={strategy!r}: the sharding has strategy={sharding.strategy!r}; leave strategy out")
+    if mesh is not None and mesh != sharding.mesh:
+        raise ValueError(f"mesh={mesh}: the sharding was made with mesh={sharding.mesh}; leave mesh out")
+    if group is not None:
+        given, ranks = _global_ranks(group), _global_ranks(sharding.sequence_group)
+        if given != ranks:
+            raise ValueError(
+                f"group: its ranks are {_short(given)}, but the sharding's are {_short(ranks)}; leave group out"
+            )
 
 
 def resolve_sequence_group(
@@ -507,20 +357,6 @@ def resolve_sequence_group(
     if strategy == "local" and mesh is None and group is None:
         return None
     return sequence_group(mesh, group, strategy)
-
-
-def layout_of(
-    layout: Layout | None, mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
-) -> Layout:
-    """``layout``, as ``shard`` takes it."""
-    sequence = resolve_sequence_group(mesh, group, strategy)
-    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-    in_context = mesh is not None and any(
-        name in names and mesh.size(names.index(name)) > 1 for name in ("ring", "ulysses")
-    )
-    if layout is None and not in_context and ("tp" in names or strategy == "tp_sp"):
-        return "contiguous"
-    return require_layout(layout, sequence)
 
 
 def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
@@ -535,7 +371,7 @@ def _short(ranks: tuple[int, ...]) -> str:
     return f"[{', '.join(shown)}]"
 
 
-def _check_dim(name: str, x: Tensor, dim: int) -> int:
+def check_dim(name: str, x: Tensor, dim: int) -> int:
     """``dim`` counted from the front, after checking the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")

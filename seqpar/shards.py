@@ -15,7 +15,6 @@ from .reductions import factor_at, mark
 
 
 def _along(dim: int, positions: range) -> tuple[slice, ...]:
-    """The index of ``positions`` along ``dim``."""
     return (*[slice(None)] * dim, slice(positions.start, positions.stop, positions.step))
 
 
@@ -28,7 +27,6 @@ def _local_shard(x: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) 
 
 
 def _all_gather_shards(x_local: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
-    """The full tensor from every rank's shard."""
     ranges = [shard_ranges(tokens.seq_len, tokens.ranks, rank, tokens.layout) for rank in range(tokens.ranks)]
     lengths = [sum(map(len, of_rank)) for of_rank in ranges]
     by_rank = all_gather(x_local, lengths, dim, group)  # in the order of the ranks

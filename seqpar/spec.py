@@ -17,6 +17,8 @@ from .kernels import check_backend
 from .mask import LayerMask
 from .strategies import STRATEGIES, check_strategy
 
+REPLICATED = "replicated"
+
 
 @register_constant_type()
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class AttentionSpec(Opaque):
 
     Attributes:
         strategy: the strategy's name. Under tensor parallelism it is the strategy of the ranks with the same heads.
+            ``REPLICATED`` is context parallelism whose k and v hold the tokens of all ranks, so that nothing is sent.
         strategy_options: (name, value) of each option of the strategy.
         softmax_scale: a factor on the scores; None: ``head_dim ** -0.5``.
         softcap, dropout_p, deterministic, backend, return_lse: see ``seqpar.attention``.
@@ -32,7 +35,6 @@ class AttentionSpec(Opaque):
         first_head: the index in the model of the first query head.
         q_per_kv: query heads that read one KV head; None: heads of q divided by heads of k.
         layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
-        replicated: whether k and v hold the tokens of all ranks (see ``gathered_activations.py``).
         draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
         returns_saved: whether the operator returns the tensors that its backward needs, as in compiled code. Otherwise
             it keeps them, except under a selective checkpoint.
@@ -50,7 +52,6 @@ class AttentionSpec(Opaque):
     first_head: int = 0
     q_per_kv: int | None = None
     layer_mask: LayerMask | None = None
-    replicated: bool = False
     draws_seed: bool = False
     returns_saved: bool = False
 

@@ -302,7 +302,6 @@ def _factor(ratio: float, ranks: int, tolerance: float) -> float:
 
 
 def _difference(name: str, rows: Tensor, tolerance: float) -> GradientDifference:
-    """``rows [ranks, 6]``: the ``_numbers`` of a parameter on each rank."""
     by_rank = rows.tolist()
     errors, ratios = [error_of(x) for x in by_rank], [ratio_of(x) for x in by_rank]
     worst = max(range(len(errors)), key=errors.__getitem__)
@@ -364,7 +363,6 @@ def _run(step: Step, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
 
 
 def _gather(value: Any, group: ProcessGroup | None) -> list[Any]:
-    """Every rank's value, by rank."""
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size()

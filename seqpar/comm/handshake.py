@@ -135,8 +135,6 @@ class _AllGather(Protocol):
 
 
 class _HostAllGather:
-    """An all-gather of tensors on the CPU."""
-
     def __init__(self, words: Tensor, ranks: Ranks, patience: timedelta | None) -> None:
         group = communicator(ranks, words.device, patience=patience)
         self.log = _arrival_log(group, ranks)

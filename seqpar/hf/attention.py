@@ -28,9 +28,9 @@ from transformers.masking_utils import and_masks, or_masks, packed_sequence_mask
 from ..checks import check_inputs, no_compile
 from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
-from ..mesh import ANY_RANKS
+from ..placement import ANY_RANKS
 from ..planner.rules import named
-from ..spec import AttentionSpec, constant_float, constants
+from ..spec import REPLICATED, AttentionSpec, constant_float, constants
 from ..strategies.autograd import join_backward
 from ..strategies.operators import attention as attention_operator
 from .batch import BatchShard
@@ -127,10 +127,9 @@ def attention_forward(
             returns_saved=torch.compiler.is_compiling(),
         )
         if not torch.compiler.is_compiling() and gathers_shared_keys(module, patch, layer_mask(mask, *in_layer)):
-            spec = spec.having(replicated=True)
+            spec = spec.having(strategy=REPLICATED)
             return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
-        cluster = sharding.layout, sharding.ranks, sharding.per_host
-        spec = named(spec, mask, q.shape[2], k.shape[2], *cluster)
+        spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
         check_inputs(q, k, v, weight)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             q = join_backward(q, (k, v, s_aux, weight), spec, sharding)

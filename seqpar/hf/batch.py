@@ -115,8 +115,7 @@ def shard_batch(
         RuntimeError: another rank raised on its batch.
     """
     if sharding is not None:
-        check_sharding(sharding)
-        sharding.check_arguments(mesh=mesh, group=group, layout=layout)
+        check_sharding(sharding, mesh=mesh, group=group, layout=layout)
         group, layout = sharding.sequence_group, sharding.layout
     else:
         group, layout = sequence_group(mesh, group), "zigzag" if layout is None else layout

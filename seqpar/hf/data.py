@@ -13,7 +13,7 @@ from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..functional import mask_planner
 from ..layout import LAYOUTS, Layout
-from ..mask import keep_layer_mask
+from ..mask import layer_mask
 from ..mesh import rank_in, sequence_group, size_of
 from .batch import PLANNED, BatchSpec, checksum, shard_batch, shard_for_rank
 from .state import patch_of
@@ -246,5 +246,5 @@ class PlanCollator:
         batch = self.collate(examples)
         spec = BatchSpec(batch, 1, "contiguous", None)
         for layer in self.layer_masks:
-            self.planner(keep_layer_mask(spec.mask, layer), spec.seq_len)
+            self.planner(layer_mask(spec.mask, *layer), spec.seq_len)
         return {**batch, PLANNED: spec.mask}

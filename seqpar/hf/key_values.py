@@ -31,8 +31,8 @@ from ..comm.collectives import reduce_scatter
 from ..kernels.base import accumulator
 from ..layout import shard_positions
 from ..mask import Mask
-from ..mesh import ANY_RANKS
-from ..sharding import Sharding, unshard
+from ..placement import ANY_RANKS
+from ..sharding import Sharding
 from ..spec import AttentionSpec
 from ..strategies.operators import attention as attention_operator
 from .state import Patch
@@ -153,7 +153,7 @@ class _AllGatherKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
         ctx.sharding, ctx.dtype = sharding, x.dtype
-        return unshard(x, 1, sharding=sharding)
+        return sharding.unshard(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -23,7 +23,7 @@ from ..mask import LayerMask, Mask
 from ..memory import Memory
 from ..mesh import rank_in, size_of
 from ..sharding import Sharding
-from ..strategies import STRATEGIES, StrategyName, StrategyOptions, strategy_options
+from ..strategies import STRATEGIES, StrategyName, StrategyOptions
 from .batch import BatchShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config
@@ -48,7 +48,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
-        check_options(self.strategy, self.options, strategy_options(self.strategy))
+        check_options(self.strategy, self.options, STRATEGIES[self.strategy].options)
         check_choice("layout", self.layout, LAYOUTS)
         check_backend(self.backend)
         for name, choices in (("gradients", Gradients), ("outputs", Outputs), ("batches", Batches)):

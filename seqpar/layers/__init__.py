@@ -1,14 +1,8 @@
 """Attention layers and rotary embeddings as nn.Modules, the loss, and the gradients of weights."""
 
-from .attention import (
-    AttentionLayer,
-    AutoAttention,
-    HybridAttention,
-    LocalAttention,
-    RingAttention,
-    UlyssesAttention,
-)
+from .attention import AttentionLayer
 from .context_parallel import ContextParallelAttention
+from .factory import AutoAttention, HybridAttention, LocalAttention, RingAttention, UlyssesAttention
 from .gradients import clip_grad_norm_, sync_gradients
 from .loss import token_loss
 from .rotary import RotaryEmbedding

@@ -29,16 +29,17 @@ from ..checks import (
     no_compile,
 )
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
-from ..decoding import KeyValueCache
+from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_lengths
 from ..mask import Mask
-from ..mesh import ParallelContext
+from ..placement import ParallelContext
 from ..planner.rules import named
 from ..schedule.plan import plan_ahead
-from ..sharding import Sharding, check_sharding, layout_of, require_layout, resolve_sequence_group
+from ..shard_functions import layout_of
+from ..sharding import Sharding, check_sharding, require_layout, resolve_sequence_group
 from ..spec import AttentionSpec, constants
-from ..strategies import COMMS, operators, strategy_options
+from ..strategies import COMMS, STRATEGIES, operators
 from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
 from ..strategies.seed import draw_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
@@ -136,7 +137,6 @@ class AttentionLayer(nn.Module):
         self.reset_parameters()
 
     def _build(self, bias: bool, out_bias: bool, qk_norm: bool, sinks: bool, factory_kwargs: dict[str, Any]) -> None:
-        """Make the projections, the norms of the heads and the sinks."""
         hidden, queries, keys = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, queries, bias=bias, **factory_kwargs)
         self.k_proj = nn.Linear(hidden, keys, bias=bias, **factory_kwargs)
@@ -214,9 +214,8 @@ class AttentionLayer(nn.Module):
 
         If the length is not known, the ranks tell each other in a handshake, and compare their arguments.
         """
-        check_sharding(sharding)
+        check_sharding(sharding, seq_len=seq_len)
         if sharding is not None:
-            sharding.check_arguments(seq_len=seq_len)
             if self.layout not in (None, sharding.layout):
                 raise ValueError(
                     f"sharding: its layout is {sharding.layout!r}, but the layer was made with layout={self.layout!r}; "
@@ -255,14 +254,10 @@ class AttentionLayer(nn.Module):
         seq_len: int | None,
         cache: KeyValueCache,
     ) -> Tensor:
-        """``forward`` with a cache: of the prompt's tokens on this rank, or of new tokens."""
-        if not isinstance(cache, KeyValueCache):
-            raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
-        if sharding not in (None, cache.sharding) or seq_len is not None:
-            raise ValueError("sharding: a call with a cache takes cache.sharding; leave sharding and seq_len out")
+        check_cache(cache, sharding, self.spec.dropout_p * self.training)
+        if seq_len is not None:
+            raise ValueError(f"seq_len={seq_len}: a call with a cache takes cache.sharding; leave seq_len out")
         cache.check_no_grad()
-        if self.training and self.spec.dropout_p:
-            raise ValueError(f"dropout_p={self.spec.dropout_p}: generation drops nothing; call model.eval()")
         if self.rope is not None and self.rope.needs_length:
             raise ValueError(
                 "rope_type='dynamic': its angles change with the length, but cached keys keep their angles; generate "
@@ -272,7 +267,7 @@ class AttentionLayer(nn.Module):
             return self._compute(x, mask, cache.sharding, positions, False, cache)
         self._check_input(x, mask, positions)
         cache.check_new(x)
-        spec = self._call_spec(x, mask, cache.sharding, cached=True)
+        spec = self._call_spec(mask, cache.sharding)
         q, k, v = self._heads_of(x, None)
         if self.rope is not None:
             q, k = self.rope(q, k, cache.new_positions(self, x.shape[1]) if positions is None else positions)
@@ -294,7 +289,7 @@ class AttentionLayer(nn.Module):
         ``joins_backward`` is False if no rank's inputs require gradients. An empty ``cache`` stores keys and values.
         """
         self._check_input(x, mask, positions, sharding)
-        ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding, cached=cache is not None)
+        ranks, spec = self._parallel_context, self._call_spec(mask, sharding)
         length = self._rotary_length(x, positions, sharding)
         tokens = self._gathered_tokens(x, sharding, spec)
         if tokens is not None:  # the projections communicate
@@ -341,23 +336,21 @@ class AttentionLayer(nn.Module):
         length: Tensor = rotary_length(x, positions, sharding)
         return length
 
-    def _call_spec(self, x: Tensor, mask: Mask, sharding: Sharding, cached: bool = False) -> AttentionSpec:
-        """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto".
-
-        With ``cached`` keys no keys are replicated.
-        """
+    def _call_spec(self, mask: Mask, sharding: Sharding) -> AttentionSpec:
+        """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto"."""
         spec = self.spec.having(returns_saved=True) if torch.compiler.is_compiling() else self.spec
         if spec.dropout_p and not self.training:
             spec = spec.having(dropout_p=0.0, draws_seed=False)
-        if spec.strategy == "auto":
-            cluster = sharding.layout, sharding.ranks, sharding.per_host
-            spec = named(spec, mask, self.num_heads, self.num_kv_heads, *cluster)
-        return spec.having(replicated=False) if cached else spec
+        return named(spec, mask, self.num_heads, self.num_kv_heads, sharding)
 
     def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
         """A function that plans this layer's attention under a mask ahead of time (see ``seqpar.mask_planner``)."""
         check_sharding(sharding)
-        return partial(plan_ahead, sharding.place(self.spec, self._parallel_context).plan_arguments)
+        spec = self._without_cache(self.spec)
+        return partial(plan_ahead, sharding.place(spec, self._parallel_context).plan_arguments)
+
+    def _without_cache(self, spec: AttentionSpec) -> AttentionSpec:
+        return spec
 
     # Tensor parallelism overrides the methods below, and ``_build``.
 
@@ -396,7 +389,7 @@ class AttentionLayer(nn.Module):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. Values that depend on the group are checked in ``forward``."""
-        check_options(self.strategy, options, strategy_options(self.strategy))
+        check_options(self.strategy, options, STRATEGIES[self.strategy].options)
         if options.get("comm") is not None:
             check_choice("comm", options["comm"], COMMS)
         for name in ("ulysses_size", "chunks"):
@@ -408,50 +401,6 @@ class AttentionLayer(nn.Module):
         heads = f"heads={self.num_heads}, kv_heads={self.num_kv_heads}"
         layout = "" if self.layout is None else f", layout={self.layout!r}"
         return f"strategy={self.strategy!r}, {heads}{layout}{options}"
-
-
-class LocalAttention(AttentionLayer):
-    """Attention on one rank, which holds the full sequence. No options."""
-
-    strategy = "local"
-
-
-class RingAttention(AttentionLayer):
-    """Ring attention: K/V rows are sent from rank to rank, step by step. No options.
-
-    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work.
-    """
-
-    strategy = "ring"
-
-
-class UlyssesAttention(AttentionLayer):
-    """Ulysses: all-to-all from sequence shards to head shards and back. No options.
-
-    With more ranks than heads, some ranks have no work.
-    """
-
-    strategy = "ulysses"
-
-
-class HybridAttention(AttentionLayer):
-    """A hybrid: all-to-all in subgroups, ring across them.
-
-    Args:
-        ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size; by default the largest
-            one up to its square root. On a mesh, the sizes of its ring and ulysses dimensions are used.
-    """
-
-    strategy = "hybrid"
-
-
-class AutoAttention(AttentionLayer):
-    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options."""
-
-    strategy = "auto"
-
-    def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
-        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 
 def normalized(x: Tensor, norm: nn.RMSNorm | None) -> Tensor:

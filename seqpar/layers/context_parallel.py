@@ -16,7 +16,7 @@ from ..checks import check_choice
 from ..decoding import KeyValueCache
 from ..mask import Mask
 from ..sharding import Sharding
-from ..spec import AttentionSpec
+from ..spec import REPLICATED, AttentionSpec
 from ..strategies import operators
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention
@@ -71,7 +71,9 @@ class ContextParallelAttention(AttentionLayer):
                 )
         self.gather: Gather = gather
         super().__init__(*args, **options)
-        self.spec = self.spec.having(replicated=gather == "activations")
+
+    def _without_cache(self, spec: AttentionSpec) -> AttentionSpec:
+        return spec if self.gather == "kv" else spec.having(strategy=REPLICATED)
 
     def _check_input(self, x: Tensor, mask: Mask, positions: Tensor | None, sharding: Sharding | None = None) -> None:
         super()._check_input(x, mask, positions, sharding)
@@ -98,7 +100,8 @@ class ContextParallelAttention(AttentionLayer):
         if self.gather == "kv" or cache is not None:
             return super()._compute(x, mask, sharding, positions, joins_backward, cache)
         self._check_input(x, mask, positions, sharding)
-        ranks, spec = self._parallel_context, self._call_spec(x, mask, sharding)
+        ranks, q_spec = self._parallel_context, self._call_spec(mask, sharding)
+        spec = self._without_cache(q_spec)
         length = self._rotary_length(x, positions, sharding)
         tokens = ShardedTokens(x.shape[1], sharding, ranks, ChunkOptions("ring", spec))
         k_positions = positions
@@ -115,7 +118,7 @@ class ContextParallelAttention(AttentionLayer):
 
         def queries() -> Tensor:
             q = normalized(self.q_proj(x).unflatten(-1, (-1, self.head_dim)), self.q_norm)
-            return rotated(q, spec.having(replicated=False), positions)
+            return rotated(q, q_spec, positions)
 
         norm_weight = None if self.k_norm is None else self.k_norm.weight
         names = {"k_bias": self.k_proj.bias, "v_bias": self.v_proj.bias, "norm": norm_weight}

@@ -180,15 +180,12 @@ def _sum_of_squares(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
 
 
 class _GradientHeader(NamedTuple):
-    """A rank's parameters: their number, their names and shapes, and what it knows of their gradients."""
-
     parameters: int
     names_and_shapes: Fingerprint
     gradients: Fingerprint
 
 
 def _sync(named: list[tuple[str, nn.Parameter]], group: ProcessGroup | None, frozen: bool) -> None:
-    """Reduce the gradients of these parameters over ``group``."""
     if group is None or group.size() == 1:
         return
     facts: list[list[int]] = []  # for each parameter: has it a gradient, and the values of gradient_kinds

@@ -102,9 +102,8 @@ def _agree_on_loss(
     where: dict[str, Any],
 ) -> Tensor:
     """``token_loss`` after a handshake, or after comparing the sharding with ``where``: mesh, group and strategy."""
-    check_sharding(sharding)
+    check_sharding(sharding, **where)
     if sharding is not None:
-        sharding.check_arguments(**where)
         return token_loss(losses, labels, sharding=sharding, ignore_index=ignore_index, gradients=gradients)
     ranks = Sharding(0, "contiguous", **where)  # names the ranks only
 

@@ -28,7 +28,8 @@ from ..comm.collectives import all_gather, all_reduce
 from ..compile_types import Opaque, register_constant_type
 from ..layout import chunk_range
 from ..library import operator
-from ..mesh import ParallelContext, rank_in, size_of, tensor_group
+from ..mesh import rank_in, size_of, tensor_group
+from ..placement import ParallelContext
 from ..sharding import Sharding
 from ..strategies.gemm import add_weight_gradient, sum_dtype
 from ..strategies.sequence_chunks import PartialSums, Piece, Rows

@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..layers.gradients import tensor_parallel_parameters
 from ..layout import chunk_range
-from ..mesh import ParallelContext, size_of
+from ..mesh import size_of
+from ..placement import ParallelContext
 
 
 class Part(NamedTuple):
@@ -153,7 +154,6 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _shard(full: Tensor, spec: DTensorSpec) -> DTensor:
-    """This rank's shard of a full tensor."""
     # fully_shard puts its dimensions first, and shards the chunks of the dimensions after them.
     for i, placement in reversed(list(enumerate(spec.placements))):
         if not placement.is_replicate():

@@ -24,10 +24,11 @@ from ..comm.collectives import all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
-from ..mesh import ParallelContext, context_group, rank_in, size_of
+from ..mesh import context_group, rank_in, size_of
+from ..placement import ParallelContext
 from ..sharding import Sharding, check_sharding
 from ..spec import AttentionSpec
-from ..strategies import STRATEGIES, resolve, strategy_options
+from ..strategies import STRATEGIES, resolve
 from ..strategies.autograd import with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
@@ -112,7 +113,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         self.q_norm, self.k_norm = (norm() if qk_norm else None for _ in range(2))
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        check_options(f"tp_sp with context {self.context!r}", options, strategy_options(self.context))
+        check_options(f"tp_sp with context {self.context!r}", options, STRATEGIES[self.context].options)
 
     def _gathered_tokens(self, x: Tensor, sharding: Sharding, spec: AttentionSpec) -> ShardedTokens | None:
         if self._tensor_ranks == 1:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import check_choice, check_hidden, check_int, no_compile
-from ..mesh import ANY_RANKS, ParallelContext, size_of
+from ..checks import check_choice, check_hidden, check_int
+from ..mesh import size_of
+from ..placement import ANY_RANKS, ParallelContext
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
@@ -189,7 +190,6 @@ class VocabParallelHead(ShardedLinear):
         return loss
 
     def _tokens_at_a_time(self, chunk_tokens: int | None) -> int:
-        """``chunk_tokens`` with its default filled in."""
         if chunk_tokens is None:
             return max(1, _CHUNK_BYTES // (4 * max(1, self._part.size)))
         check_int("chunk_tokens", chunk_tokens, 1)
@@ -232,7 +232,7 @@ def vocab_parallel_cross_entropy(
         RuntimeError: another rank raised an error on its own input.
     """
     if sharding is not None and (mesh is not None or group is not None):
-        _check_arguments(sharding, mesh, group)
+        check_sharding(sharding, mesh=mesh, group=group)
     ranks = ParallelContext(mesh, group) if sharding is None else ANY_RANKS
 
     def header() -> _LogitsHeader:
@@ -248,12 +248,6 @@ def vocab_parallel_cross_entropy(
         return loss
 
     return with_sharding(compute, sharding, header, ranks)
-
-
-@no_compile
-def _check_arguments(sharding: Sharding, mesh: DeviceMesh | None, group: ProcessGroup | None) -> None:
-    check_sharding(sharding)
-    sharding.check_arguments(mesh=mesh, group=group)
 
 
 class _IdsHeader(NamedTuple):

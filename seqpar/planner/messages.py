@@ -17,7 +17,8 @@ from torch import Tensor
 from ..comm.p2p import Links, Pending
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step, Transfer
-from ..strategies.head_exchange import HeadChunk, HeadExchange, HeadSlices, Incoming, row_widths
+from ..strategies.head_exchange import HeadChunk, HeadExchange, Incoming
+from ..strategies.head_messages import HeadSlices, row_widths
 from ..strategies.transport import KV, KeyValues, Message, PeerToPeer, Wait
 from .setting import BETWEEN, LEVELS, WITHIN, Setting
 from .simulate import Timeline

@@ -25,18 +25,18 @@ import torch
 from ..comm.trace import count_choice
 from ..layout import Layout
 from ..mask import Mask
+from ..sharding import Sharding
 from ..spec import AttentionSpec, constants
 from ..strategies import StrategyName, StrategyOptions
 
 
-def named(
-    spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int
-) -> AttentionSpec:
+def named(spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, sharding: Sharding) -> AttentionSpec:
     """``spec`` with the strategy that the rule names in place of "auto"."""
     if spec.strategy != "auto":
         return spec
     is_local = mask.is_local or (spec.layer_mask is not None and any(spec.layer_mask[1:]))
-    strategy, options = fastest(is_local, heads, kv_heads, layout, ranks, per_host)
+    ranks = sharding.ranks
+    strategy, options = fastest(is_local, heads, kv_heads, sharding.layout, ranks, sharding.per_host)
     if ranks > 1 and not torch.compiler.is_compiling():
         count_choice(strategy)
     return spec.having(strategy=strategy, strategy_options=constants(options))

@@ -217,7 +217,6 @@ class AttentionPlan:
         return len(self._queries) > 0
 
     def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
-        """``visible_ranges`` of one ring rank's queries."""
         if query_rank not in self._ranges:
             exact = max(map(len, self._runs)) * self.sharding.ring <= _EXACT_RANGES
             queries = self.sharding.ring_positions(query_rank)
@@ -225,7 +224,6 @@ class AttentionPlan:
         return self._ranges[query_rank]
 
     def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
-        """The rows of ``key_rank``'s shard that are sent to ``query_rank``."""
         shard = self.sharding.ring_positions(key_rank)
         if self.dense:
             return RowSpans(((0, len(shard)),)) if len(shard) else NO_ROWS
@@ -247,7 +245,6 @@ class AttentionPlan:
         return range(host * self.per_host, (host + 1) * self.per_host)
 
     def _visible_on_host(self, host: int) -> tuple[tuple[int, int], ...]:
-        """``visible_ranges`` of the queries of all ranks of a host."""
         if host not in self._host_ranges:
             ranges = (x for rank in self._ranks_of_host(host) for x in self._visible(rank))
             self._host_ranges[host] = merged_ranges(ranges)
@@ -314,7 +311,6 @@ class AttentionPlan:
         return Transfer(peer, owner, rows, at)
 
     def _keys(self, hop: Hop) -> ShardRows | GatheredRows | None:
-        """The keys that a hop brings."""
         shards = tuple(ShardRows(self.sharding.ring_positions(t.owner), t.owner_rows) for t in hop.receives)
         if not self.gather or not shards:
             return shards[0] if shards else None
@@ -347,13 +343,11 @@ class AttentionPlan:
 
 
 def _hop(receives: list[Transfer], sends: list[Transfer], rounds: list[list[int]]) -> Hop:
-    """The hop with the transfers that have rows."""
     receives, sends = ([t for t in transfers if t.owner_rows.count] for transfers in (receives, sends))
     return Hop(tuple(receives), tuple(sends), rounds) if receives or sends else NO_HOP
 
 
 def _ranks_of(rounds: list[list[int]], first: int, stride: int) -> list[list[int]]:
-    """The ranks ``first + i * stride`` of the indices ``i`` in ``rounds``."""
     return [[first + i * stride for i in indices] for indices in rounds]
 
 

@@ -77,13 +77,11 @@ def _local_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placeme
 
 
 def _ring_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
-    """All ranks of the sequence form one ring."""
     group = sequence_group(mesh, group)
     return Placement(sequence=group, ring=group)
 
 
 def _ulysses_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
-    """All ranks of the sequence take part in one all-to-all."""
     group = sequence_group(mesh, group)
     return Placement(sequence=group, ulysses=group)
 
@@ -169,11 +167,6 @@ def compared_options(strategy: str) -> StrategyOptions:
     return {"comm": "all_gather"} if strategy == "context_parallel" else {}
 
 
-def strategy_options(strategy: str) -> tuple[str, ...]:
-    """The names of the options that a strategy takes besides mesh and group."""
-    return STRATEGIES[strategy].options
-
-
 def check_strategy(strategy: object) -> None:
     """Raise unless it is the name of a strategy of the attention function."""
     if strategy == "tp_sp":
@@ -193,5 +186,5 @@ def resolve(
         TypeError, ValueError: unknown strategy or option (with the nearest valid name), or ranks that do not fit.
     """
     check_strategy(strategy)
-    check_options(strategy, options, strategy_options(strategy))
+    check_options(strategy, options, STRATEGIES[strategy].options)
     return STRATEGIES[strategy].place(mesh, group, **options)

@@ -31,8 +31,7 @@ from ..kernels.base import Score, accumulator
 from ..layout import check_length
 from ..library import operator
 from ..mask import Mask, layer_mask
-from ..mesh import ParallelContext
-from ..placement import Placement
+from ..placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec
@@ -45,8 +44,6 @@ from .ulysses import saved_lse, saved_shapes, ulysses_backward, ulysses_forward
 
 
 class _SeedHeader(NamedTuple):
-    """The dropout seed that a rank has drawn."""
-
     seed: int
 
 
@@ -127,19 +124,9 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        alibi_slopes: Tensor | None,
-        seed: Tensor | None,
-        latent_weight: Tensor | None,
-        spec: AttentionSpec,
-        *where: Any,
-    ) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
         """``out`` and ``lse``. Without ``ctx``, in the body of the operator: the call, these two, and what is saved."""
+        q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, *where = arguments
         call, shapes = None, (q.shape, k.shape, v.shape)
         if ctx is not None and (spec.returns_saved or seen_by_dispatch_mode()):
             tensors = sinks, alibi_slopes, seed, latent_weight
@@ -387,7 +374,7 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     The result is cached, and must not be written to. Rotary embeddings recognise it by identity.
     """
     placement = sharding.place(spec, ranks)
-    if spec.replicated:
+    if placement.tokens.replicated:
         return placement.tokens.together().rank_positions(0)
     return placement.tokens.rank_positions(placement.rank)
 

@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from ..cache import context_of
 from ..compile_types import Opaque, register_constant_type
 from ..library import operator
-from ..mesh import ParallelContext
+from ..placement import ParallelContext
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
@@ -83,18 +83,19 @@ def chunks_of(
 def _make_chunks(
     tokens: int, sharding: Sharding, ranks: ParallelContext, options: ChunkOptions, device: torch.device
 ) -> SequenceChunks:
-    attention, group = options.attention, ranks.tensor
+    attention, group, replicated = options.attention, ranks.tensor, False
     if attention is None:
         rows = rows_in_rank_order(lengths_of(tokens, sharding, group, options))
     else:
         sharding.check_local(tokens)
         placement = sharding.place(attention, ranks)
         layout, rank = placement.tokens, placement.rank
-        if attention.replicated:
+        replicated = layout.replicated
+        if replicated:
             group, layout, rank = placement.sequence, layout.together(), 0
         rows = rows_of_sharding(layout, rank, device)
     overlap = resolve_overlap(options.overlap, group, rows, device)
-    return SequenceChunks(group, rows, overlap, float32_gradients=attention is not None and attention.replicated)
+    return SequenceChunks(group, rows, overlap, float32_gradients=replicated)
 
 
 def gather_and_project(x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens) -> list[Tensor]:

@@ -35,6 +35,7 @@ FLOORS = (
         "decoding",
         "same_rows",
         "scaled_dot_product",
+        "shard_functions",
         "sharding",
         "shards",
         "spec",

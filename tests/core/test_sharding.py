@@ -22,7 +22,7 @@ import seqpar
 from seqpar import Mask, Sharding, same_rows
 from seqpar.layout import LAYOUTS
 from seqpar.schedule import plan
-from seqpar.spec import AttentionSpec
+from seqpar.spec import REPLICATED, AttentionSpec
 
 from ..cases import Batch
 from ..observe import counted_handshakes, message_of
@@ -93,7 +93,7 @@ def test_who_attends_is_found_once(strategy: str, options: Any, ring: int, ulyss
         plan = placement.tokens, 5 // ulysses, strategy == "context_parallel", ring
         assert placement.plan_arguments == plan
         if ulysses == 1:  # with keys that every rank holds, nothing is sent
-            everywhere = sharding.place(spec.having(replicated=True))
+            everywhere = sharding.place(spec.having(strategy=REPLICATED))
             assert not everywhere.sends and everywhere.plan_arguments == (everywhere.tokens, 5, False, ring)
     finally:
         dist.destroy_process_group()

@@ -182,8 +182,8 @@ def test_half_precision_under_autocast() -> None:
     ("arguments", "error", "words"),
     [
         ({"cache": "new"}, TypeError, "cache=str: expected a seqpar.KeyValueCache"),
-        ({"sharding": seqpar.Sharding(5)}, ValueError, "takes cache.sharding"),
-        ({"seq_len": 4}, ValueError, "leave sharding and seq_len out"),
+        ({"sharding": seqpar.Sharding(5)}, ValueError, "pass cache.sharding"),
+        ({"seq_len": 4}, ValueError, "leave seq_len out"),
         ({"mask": Mask.documents([0, 4])}, ValueError, "the last boundary is 4, but the sequence has 5"),
         ({"x_local": torch.zeros(3, 1, HIDDEN).double()}, ValueError, "use the batch"),
         ({"positions": torch.zeros(2, dtype=torch.int64)}, ValueError, r"positions: shape \(2,\); expected \(1,\)"),

@@ -27,7 +27,7 @@ from seqpar.megatron.sharded_vocab import (
     vocab_embedding,
     vocab_linear_cross_entropy,
 )
-from seqpar.mesh import ANY_RANKS, ParallelContext
+from seqpar.placement import ANY_RANKS, ParallelContext
 from seqpar.spec import AttentionSpec
 from seqpar.strategies.operators import attention
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqpar
 from seqpar import cache
 from seqpar.layout import LAYOUTS, Layout
-from seqpar.mesh import ParallelContext
+from seqpar.placement import ParallelContext
 from seqpar.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
 from seqpar.strategies.sequence_chunks import resolve_overlap, rows_in_rank_order

@@ -65,7 +65,6 @@ class Difference:
 
 
 def _token_list(tokens: Iterable[int]) -> str:
-    """Increasing positions as text, such as "0-3, 7". At most eight ranges are shown."""
     ranges: list[list[int]] = []
     for token in tokens:
         if ranges and token == ranges[-1][1] + 1:
@@ -389,7 +388,6 @@ def parameter_differences(
 
 
 def _multiple(factor: float, ranks: int) -> str:
-    """The cause of a gradient that is the correct one times ``factor``."""
     if abs(factor * ranks - 1) < 0.01:
         return (
             f"it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call parallelize "

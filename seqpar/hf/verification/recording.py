@@ -161,7 +161,6 @@ class Recording:
         self._record_first("", "last hidden states", values if isinstance(values, tuple | list) else ())
 
     def _record_first(self, layer: str, quantity: str, values: Sequence[Any]) -> None:
-        """Record the first floating-point tensor ``[batch, seq, hidden]``."""
         x = next((x for x in values if isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3), None)
         if x is not None:
             self._record(layer, quantity, x)

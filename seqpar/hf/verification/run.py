@@ -403,7 +403,6 @@ def _values(output: Any) -> list[Tensor]:
 
 
 def _loss_of(output: Any) -> Tensor | None:
-    """The entry "loss" of an output, or its first value if that is a scalar."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Tensor | tuple):
         loss = next((x for x in _values(output)[:1] if x.dim() == 0), None)
@@ -422,7 +421,6 @@ def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Modul
 
 
 def _weight_sums(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """A checksum of each parameter, as text, by name."""
     full = {n: p for n, p in parameters.items() if p.is_floating_point()}
     sums = [p.detach().double().mul(torch.arange(p.numel(), device=p.device).reshape(p.shape) % 7 + 1).sum()
             for p in full.values()]  # fmt: skip
