@@ -83,7 +83,8 @@ class Plan:
         needs = f"needs at least {self.fewest_ranks:,} GPUs" if self.fewest_ranks else "no number of GPUs is enough"
         longest = self.longest_seq_len
         shorter = f"sequences of {longest:,} tokens fit" if longest else "no length fits"
-        return f"{self.model.name} with {self.seq_len:,} tokens {needs}; on {self.ranks:,} GPUs {shorter}"
+        words = f"{self.model.name} with {self.seq_len:,} tokens {needs}; on {self.ranks:,} GPUs {shorter}"
+        return f"{words} (pipeline parallelism and an optimizer on the CPU are not modelled)"
 
     def code(self, choice: Choice | None = None) -> str:
         """A training loop for a choice, by default the recommended one, and the command that measures its attention.
@@ -197,6 +198,7 @@ def plan(
     compared = [x for x in compared if global_batch % (x.replicas * batch) == 0]
     if not compared:
         raise ValueError(f"global_batch={global_batch}: expected a multiple of batch={batch} times a divisor of ranks")
+    compared = _without_needless_rings(compared, switches[0])
     choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
     fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
     every = product(splits(base, ranks, replicas), [x for x in switches if x.recompute == switches[-1].recompute])
@@ -214,6 +216,24 @@ def _common_batch(compared: Sequence[Setting], switches: Sequence[Switches]) -> 
     """The smallest number of sequences that every split that fits can compute in a step."""
     fitting = [x for x in compared if any(_is_possible(x, y) for y in switches)]
     return lcm(*(x.replicas * x.batch for x in fitting or [max(compared, key=lambda x: x.sequence_ranks)]))
+
+
+def _without_needless_rings(compared: Sequence[Setting], switches: Switches) -> list[Setting]:
+    """The settings, which have increasing rings, without the rings that are longer than memory requires.
+
+    A longer ring with fewer replicas only saves memory: its kernels are smaller, and it sends more. So for each number
+    of Ulysses and tensor-parallel ranks, the last ring is the shortest one that leaves a tenth of the memory free with
+    ``switches``, which recompute the least.
+    """
+    enough: dict[tuple[Any, ...], int] = {}
+    found = []
+    for s in compared:
+        split = s.tensor, s.ulysses, s.gather, s.ring > 1
+        if s.ring <= enough.get(split, s.ring):
+            found.append(s)
+            if has_headroom(memory(s, switches), s.hardware):
+                enough[split] = s.ring
+    return found
 
 
 def _is_possible(setting: Setting, switches: Switches) -> bool:
@@ -237,11 +257,13 @@ def _best_of_each_split(
 
 def _forecasts(setting: Setting, switches: Sequence[Switches], pairs: int) -> Iterator[Choice]:
     """The choices of one setting: weights sharded over all ranks, and otherwise where that makes the step wait."""
+    cost = expected_cost(setting)
     for weights in WEIGHTS:
         s = replace(setting, weights=weights)
         if (weights == "hsdp" and s.hosts == 1) or (weights == "zero1" and s.accumulation == 1):
             continue
-        made = [forecast(s, x, pairs, cost) for cost in [expected_cost(s)] for x in _candidates(s, switches)]
+        cost = cost.with_weights(weights)
+        made = [forecast(s, x, pairs, cost) for x in _candidates(s, switches)]
         yield from (x for x in made if weights == "fsdp" or x.fits)
         if weights == "fsdp" and not any(
             x.fits and x.exposed_s > _WAITS * x.seconds and x.parameters_s > _WAITS * x.seconds for x in made

@@ -62,7 +62,10 @@ def missing_memory(choice: Choice, hardware: Hardware) -> str:
 def _awaited(choice: Choice, hardware: Hardware) -> str:
     """Which transfers a rank waits for."""
     if choice.parameters_s > choice.compute_s:
-        return "for weights and gradients, whose transfers take longer than the computation"
+        return (
+            "for weights and gradients, whose transfers take longer than the computation (pipeline parallelism, which "
+            "is not modelled, keeps them in place)"
+        )
     bandwidth = {WITHIN: hardware.p2p, BETWEEN: hardware.network}
     busiest = max(LEVELS, key=lambda level: choice.bytes_sent[level] / bandwidth[level])
     return f"for transfers {_LEVEL_WORDS[busiest]}"

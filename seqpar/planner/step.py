@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from ..strategies import Comm, compared_options
 from .layer import RankTimeline, weight_transfer
 from .memory import Memory, Switches, layer_activations, memory
 from .setting import ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, Setting, Weights
-from .simulate import Result, Timeline
+from .simulate import Result, Task, Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,13 @@ class StepCost:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         kinds = setting.model.masks(setting.mask, setting.seq_len)
-        self.layers = [_LayerCost(replace(setting, mask=mask), count) for count, mask in kinds]
+        self.layers = [_LayerCost(replace(setting, mask=mask), count, {}) for count, mask in kinds]
+
+    def with_weights(self, weights: Weights) -> StepCost:
+        """The cost with weights that are sharded in another way. What layers compute and send is recorded once."""
+        cost = StepCost(replace(self.setting, weights=weights))
+        cost.layers = [_LayerCost(replace(x.setting, weights=weights), x.count, x.recorded) for x in self.layers]
+        return cost
 
     def parameters_seconds(self) -> float:
         """Seconds per layer of the transfers of weights and their gradients, if nothing else used the links."""
@@ -143,13 +149,13 @@ class _LayerCost:
     Args:
         setting: the setting of the step, with the mask of these layers.
         count: the number of layers of this kind.
+        recorded: by ``Switches.recompute`` and ``Switches.head_groups``, the timeline of the backward; by None and
+            ``head_groups``, the timeline of the forward. Without the transfers of weights.
     """
 
-    def __init__(self, setting: Setting, count: int) -> None:
-        self.setting, self.count = setting, count
-        self._forward: dict[int, _Pass] = {}  # by ``Switches.head_groups``
-        self._backward: dict[tuple[str, int], _Pass] = {}  # by ``Switches.recompute`` too
-        self._ranks: dict[int, RankTimeline] = {}  # by ``Switches.head_groups``
+    def __init__(self, setting: Setting, count: int, recorded: dict[tuple[str | None, int], Timeline]) -> None:
+        self.setting, self.count, self.recorded = setting, count, recorded
+        self._passes: dict[tuple[str | None, int], _Pass] = {}  # by the keys of ``recorded``
 
     def passes(self, switches: Switches) -> tuple[_Pass, _Pass]:
         """The forward and the backward of a layer.
@@ -157,39 +163,34 @@ class _LayerCost:
         During forward the weights of the next layer are all-gathered; during the backward and the recomputation before
         it, they are all-gathered and the gradients of the last layer's weights are reduce-scattered.
         """
-        how, groups = switches.recompute, switches.head_groups
-        if groups not in self._ranks:
-            self._ranks[groups] = RankTimeline(self.setting, head_groups=groups)
-        rank = self._ranks[groups]
+        return self._pass(None, switches.head_groups), self._pass(switches.recompute, switches.head_groups)
 
-        def backward(timeline: Timeline) -> None:
-            if how != "none":
-                rank.forward(timeline, attention=how == "full")
+    def _pass(self, how: str | None, groups: int) -> _Pass:
+        """The forward for None, else the backward with the recomputation ``how``."""
+        key, s = (how, groups), self.setting
+        if key not in self._passes:
+            recorded = self.recorded[key] = self.recorded.get(key) or self._record(how, groups)
+            tasks = [*recorded.tasks]
+            if s.ranks > s.tensor:  # otherwise every rank holds all of its weights
+                transfer = weight_transfer(s, how is not None)
+                tasks.append(Task("parameters", "parameters", transfer.links(s.hardware), transfer.latency))
+            self._passes[key] = _Pass(Result(tuple(tasks), simulate(tasks)), dict(recorded.sent))
+        return self._passes[key]
+
+    def _record(self, how: str | None, groups: int) -> Timeline:
+        timeline, rank = Timeline(), RankTimeline(self.setting, head_groups=groups)
+        if how != "none":
+            rank.forward(timeline, attention=how != "keep_attention")
+        if how is not None:
             rank.backward(timeline, keeps_attention=how == "keep_attention")
-
-        if groups not in self._forward:
-            self._forward[groups] = self._simulate(rank.forward, False)
-        if (how, groups) not in self._backward:
-            self._backward[how, groups] = self._simulate(backward, True)
-        return self._forward[groups], self._backward[how, groups]
-
-    def _simulate(self, record: Callable[[Timeline], None], backward: bool) -> _Pass:
-        """Simulate what ``record`` records, while weights, and in backward gradients, are communicated."""
-        timeline, s = Timeline(), self.setting
-        weights = None
-        if s.ranks > s.tensor:  # otherwise every rank holds all of its weights
-            transfer = weight_transfer(s, backward)
-            weights = timeline.start("parameters", "parameters", transfer.links(s.hardware), transfer.latency)
-        record(timeline)
-        timeline.wait(weights)
-        return _Pass(timeline.run(), dict(timeline.sent))
+        return timeline
 
     def seconds(self, switches: Switches) -> tuple[float, float]:
         """Seconds of the forward and backward of one layer; and the seconds of these in which the rank computes."""
         forward, backward = (one_pass.result for one_pass in self.passes(switches))
         total, compute = forward.seconds + backward.seconds, forward.compute + backward.compute
         if switches.tiled_mlp:  # backward computes the MLP's forward again
-            again = self._ranks[switches.head_groups].mlp_seconds()
+            again = RankTimeline(self.setting, head_groups=switches.head_groups).mlp_seconds()
             total, compute = total + again, compute + again
         if switches.offload:  # to the host during forward, and back during backward
             copy = layer_activations(self.setting, switches.recompute, switches.tiled_mlp)

@@ -7,6 +7,7 @@ import pickle
 import tracemalloc
 from collections.abc import Callable
 from unittest import mock
+from weakref import ref
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask, cache
 from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
+from seqpar.mask import layer_mask
 from seqpar.schedule import plan as plans
 from seqpar.schedule.plan import AttentionPlan, attention_plan
 
@@ -66,6 +68,16 @@ def test_past_masks_keep_no_memory() -> None:
     tracemalloc.stop()
     assert grown < 1 << 20, f"{grown} bytes of the host's memory"
     assert cache._tensors.total <= max(tensors, 64 << 20)
+
+
+def test_the_mask_of_a_layer_is_freed_with_the_mask_of_the_batch() -> None:
+    mask = Mask.documents([0, 300, 1000])
+    of_layer = ref(layer_mask(mask, True, 8, None))
+    assert layer_mask(mask, True, 8, None) is of_layer()
+    assert layer_mask(mask, False, None, None) is mask
+    del mask
+    gc.collect()
+    assert of_layer() is None
 
 
 def test_layers_share_the_intervals_of_a_mask() -> None:

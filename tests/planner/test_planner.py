@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from seqpar.planner.choose import is_equal
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
-from seqpar.planner.setting import BETWEEN, WITHIN, Setting
+from seqpar.planner.setting import BETWEEN, WEIGHTS, WITHIN, Setting
 from seqpar.planner.splits import settings
 from seqpar.planner.step import Choice, StepCost, step
 
@@ -66,10 +67,17 @@ def test_offloading_is_recommended_where_nothing_else_fits() -> None:
     assert not without.choices[0].possible and without.fewest_ranks and without.fewest_ranks > 8
     with pytest.raises(ValueError, match=r"nothing fits: .* needs at least"):
         print(without.best)
+    assert "pipeline parallelism" in without.shortage
     plan = seqpar.plan(*arguments)
     assert plan.best.switches.offload and not plan.best.needs
     assert all(x.switches.recompute != "none" for x in plan.choices if x.switches.offload)
     assert any(not x.switches.offload and not x.fits for x in shown(plan.choices))
+
+
+def test_waits_for_weights_name_pipeline_parallelism() -> None:
+    few, many = (seqpar.plan("llama3-405b", 8192, 1024, global_batch=x).best for x in (128, 1024))
+    assert few.exposed_s > 0.3 * few.seconds and "pipeline parallelism" in few.reason
+    assert "pipeline" not in many.reason
 
 
 def test_what_the_package_lacks() -> None:
@@ -121,6 +129,25 @@ def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.Mo
     monkeypatch.setattr("seqpar.planner.splits.LONGEST_RING", 64)
     assert rings(None) == every[:-1]
     assert rings(1) == [64]  # and 2 heads
+
+
+def test_rings_longer_than_memory_requires_are_left_out() -> None:
+    short = seqpar.plan("qwen3-0.6b", 32768, 64).choices
+    assert {x.degrees["ring"] for x in short} == {1, 2}  # two ranks need no recomputation
+    assert {x.degrees["ring"] for x in seqpar.plan("qwen3-0.6b", 32768, 64, replicas=1).choices} == {4, 8, 16, 32, 64}
+    scarce = Counter(x.degrees["ring"] for x in seqpar.plan("llama3-8b", 1 << 20, 64).choices if x.strategy == "ring")
+    assert set(scarce) == {2, 4, 8, 16, 32, 64}  # all of them recompute
+
+
+def test_what_layers_compute_is_recorded_once_for_all_ways_to_shard_weights() -> None:
+    base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 4096, ring=2, replicas=64, accumulation=4)  # it waits
+    cost, switches = StepCost(base), Switches("full")
+    for weights in WEIGHTS:
+        other = replace(base, weights=weights)
+        shared, own = cost.with_weights(weights), StepCost(other)
+        assert step(other, switches, 1, shared) == step(other, switches, 1, own)
+        assert shared.layers[0].recorded is cost.layers[0].recorded
+        assert len(cost.layers[0].recorded) == 2  # forward and backward
 
 
 def test_switches_are_priced() -> None:
