@@ -75,12 +75,10 @@ class Pool:
     Args:
         ranks: the number of processes.
         deadline_s: how many seconds ``run`` waits for the results.
-        environment: additional environment variables of the processes.
     """
 
-    def __init__(self, ranks: int = 8, deadline_s: float = 60.0, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, ranks: int = 8, deadline_s: float = 60.0) -> None:
         self.ranks = ranks
-        self.environment = environment or {}
         self.worlds = tuple(world for world in WORLDS if world <= ranks)
         self.deadline_s = deadline_s
         self._processes: list[BaseProcess] = []
@@ -138,15 +136,15 @@ class Pool:
             self.close()
 
     def _start(self) -> None:
-        # A fork server imports torch and its compiler once, and transformers and datasets if collected tests use them.
-        # Each worker is a fork of it, so that starting eight workers takes a second. Triton reads its environment
-        # variables when the fork server imports it. Workers with variables of their own are therefore spawned.
-        context: Any = multiprocessing.get_context("spawn" if self.environment else "forkserver")
+        # A fork server imports torch, its compiler and the collected tests once. Each worker is a fork of it, so that
+        # eight workers start in half a second.
+        context = multiprocessing.get_context("forkserver")
+        tests = [name for name in sys.modules if name.startswith("tests.")]
         context.set_forkserver_preload(
-            [__name__, "torch._inductor.compile_fx", *({"seqpar", "seqpar.hf", "datasets"} & sys.modules.keys())]
+            ["torch._inductor.compile_fx", *tests, *({"seqpar.hf", "datasets"} & sys.modules.keys())]
         )
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), **self.environment):
+        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
             for rank in range(self.ranks):
                 here, there = context.Pipe()
                 stack_file = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (see close)
@@ -255,7 +253,8 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
     if sys.platform == "linux":  # this also ends a paused process, when the fork server ends together with the tests
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
-    gc.freeze()  # exclude the objects made by imports from garbage collection, which then takes less time
+    gc.freeze()  # leave the objects made by imports out of garbage collection, and collect less often
+    gc.set_threshold(10_000)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group(

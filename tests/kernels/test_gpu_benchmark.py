@@ -306,6 +306,11 @@ def test_it_runs_from_a_checkout_without_an_installed_package(tmp_path: Path) ->
     assert "No module named 'seqpar'" in run("-c", "import seqpar").stderr
     done = run(checkout / "benchmarks" / "gpu.py", "--smoke", "--only", "check_contact forward")
     assert done.returncode == 0 and "checks: 1 passed; failed: 0" in done.stdout, done.stdout + done.stderr
-    if not torch.cuda.is_available():
-        alone = run(checkout / "benchmarks" / "gpu.py", "--out", tmp_path / "out")
-        assert alone.returncode == 2 and "no GPU here; without one only" in alone.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_runs_only_with_smoke(gpu: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match="no GPU here; without one only"):
+        importlib.import_module("gpu_checks").describe(SimpleNamespace(), smoke=False)
+    with mock.patch.object(gpu, "Runner"), mock.patch.object(gpu.signal, "signal"):
+        assert gpu.main([]) == 2  # the task that describes the GPU has reported nothing

@@ -24,15 +24,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_kernels_in_the_interpreter() -> None:
     """In a process of its own, because Triton reads TRITON_INTERPRET when it is imported."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/kernels/test_triton_interpreter.py",
-    ]
+    files = "tests/kernels/test_triton_interpreter.py", "tests/strategies/test_triton_strategies.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

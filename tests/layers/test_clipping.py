@@ -18,7 +18,7 @@ from seqpar.megatron.sharded_weights import shard_like
 
 from ..models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from ..pool import Pool, mesh_of, on_ranks
-from ..strategy_cases import LAYER_STRATEGIES
+from ..strategy_cases import LAYER_STRATEGIES, ONE_PER_CLASS
 
 pytestmark = pytest.mark.slow
 MAX_NORM = 0.5  # of gradients whose norm is hundreds: every step clips
@@ -59,8 +59,9 @@ def train(group: ProcessGroup, strategy: str) -> None:
     assert_same_weights(parallel, local)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "world"), [*((strategy, 3) for strategy in (*ONE_PER_CLASS, "activations")), ("tp_sp", 2)]
+)
 def test_steps_that_clip_equal_one_device(pool: Pool, strategy: str, world: int) -> None:
     pool.run(world, train, strategy)
 

@@ -126,10 +126,10 @@ def attention_on_mesh(group: ProcessGroup, case: Case, sizes: tuple[int, int, in
 @pytest.mark.parametrize(
     ("sizes", "cases"),  # dp, ring, ulysses and tp; on (1, 1, 2, 4), heads=3 leaves a rank of tp without heads
     [
-        ((1, 2, 2, 2), OVERLAPPED),
-        ((1, 2, 1, 4), OVERLAPPED[::2]),
-        ((1, 1, 4, 2), OVERLAPPED[1::2]),
-        ((2, 2, 1, 2), OVERLAPPED[::2]),
+        ((1, 2, 2, 2), OVERLAPPED[::2]),
+        ((1, 2, 1, 4), OVERLAPPED[1::3]),
+        ((1, 1, 4, 2), OVERLAPPED[::3]),
+        ((2, 2, 1, 2), OVERLAPPED[2::3]),
         ((1, 1, 2, 4), OVERLAPPED[1::2]),
     ],
     ids=lambda x: str(x) if isinstance(x[0], int) else "",

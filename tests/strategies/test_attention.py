@@ -310,7 +310,7 @@ def test_ulysses_size(batch: Batch, world: int, sizes: tuple[int, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
-    [(1, 4, 2, 1), (1, 2, 4, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 8, 1, 1), (1, 1, 8, 1), (2, 2, 1, 2)],
+    [(1, 4, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 8, 1, 1), (2, 2, 1, 2)],
     ids="dp{0[0]}-ring{0[1]}-ulysses{0[2]}-tp{0[3]}".format,
 )
 def test_mesh(batch: Batch, mesh: tuple[int, int, int, int]) -> None:
@@ -336,15 +336,15 @@ def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -
             per_host=per_host,
         )
         for layout, rules, v_head_dim in zip(cycle(LAYOUTS), RULES, cycle(V_HEAD_DIMS), strict=False)
-    ][:: world * world // 16]
-    cases += [random_case(2000 * world + seed, strategy=strategy, per_host=per_host) for seed in range(32 // world)]
+    ][:: world // 2]
+    cases += [random_case(2000 * world + seed, strategy=strategy, per_host=per_host) for seed in range(16 // world)]
     batch.check(world, attend_on_rank, cases, verify)
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4, 8))])
 def test_random_cases(batch: Batch, world: int) -> None:
     """Shapes, masks, features, strategies and layouts drawn together; the seed is in the case's id."""
-    cases = [random_case(1000 * world + seed) for seed in range(60 if world < 8 else 16)]
+    cases = [random_case(1000 * world + seed) for seed in range(120 // world)]
     batch.check(world, attend_on_rank, cases, verify, shared_memory=world == IN_SHARED_MEMORY)
 
 

@@ -137,20 +137,12 @@ def compare_over_steps(group: ProcessGroup, strategy: str, steps: int) -> int:
 
 
 # A strategy's graph has one operator for attention, whatever the number of ranks. A hybrid needs four of them.
-LAYERS = [("tp_sp", 1), ("ring", 2), ("ulysses", 2), ("all_gather", 2), ("tp_sp", 2), ("hybrid", 4)]
+LAYERS = [("tp_sp", 1), ("ring", 2), ("ulysses", 2), ("tp_sp", 2), ("hybrid", 4)]
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), LAYERS)
 def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) -> None:
-    assert pool.run(ranks, compare_over_steps, strategy, 4, deadline_s=100.0) == [0] * (ranks - 1) + [1]
-
-
-def test_every_layer_class_is_compiled() -> None:
-    assert {strategy for strategy, _ in LAYERS} == set(ONE_PER_CLASS)
-
-
-def test_a_layer_that_gathers_activations_is_one_graph(pool: Pool) -> None:
-    assert pool.run(2, compare_over_steps, "activations", 3, deadline_s=100.0) == [0, 1]
+    assert pool.run(ranks, compare_over_steps, strategy, 3, deadline_s=100.0) == [0] * (ranks - 1) + [1]
 
 
 @on_ranks
@@ -213,6 +205,10 @@ def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positi
     """All ranks' positions together say how long the sequence is."""
     given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions
     assert pool.run(2, compare_with_one_device, *given, deadline_s=100.0) == [0, 1]
+
+
+def test_every_layer_class_is_compiled() -> None:
+    assert {strategy for strategy, _ in (*LAYERS, *DYNAMIC_LAYERS)} == {*ONE_PER_CLASS, "activations"}
 
 
 def test_auto_names_one_strategy_in_compiled_and_eager_code(pool: Pool) -> None:
@@ -308,9 +304,11 @@ RECOMPUTED: dict[str, dict[str, Any]] = {
 def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
     """Compare a layer with a compiled one, which draws the same seeds. Each rank's generator has another state."""
     torch._dynamo.reset()
+    torch.manual_seed(7)
     options = LAYER_STRATEGIES[strategy]
-    layer = attention_layer((6, 2), group=group, dropout_p=0.25, **options)
-    randomize(layer)
+    layer = seqpar.ParallelAttention(
+        hidden_size=8, num_heads=2, dropout_p=0.25, group=group, dtype=torch.float64, **options
+    )
 
     def recomputed(*args: Any) -> Any:
         return checkpoint(layer, *args, **RECOMPUTED[how])
@@ -323,7 +321,7 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
     for step in range(2):
         seq_len = 35 + 7 * step
         sharding = Sharding(seq_len, "zigzag", group=group, strategy="tp_sp" if strategy == "tp_sp" else None)
-        full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        full = torch.randn(2, seq_len, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
         results = []
         for run in (layer, other):
             x = sharding.shard(full).requires_grad_()
@@ -347,8 +345,8 @@ def test_compiled_dropout_draws_one_seed(pool: Pool, strategy: str, ranks: int, 
     pool.run(ranks, compare_dropout, strategy, how, deadline_s=100.0)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_has_one_mask_in_forward_and_backward() -> None:
+@on_ranks
+def check_linearity(group: ProcessGroup) -> None:
     """Attention is linear in v under one mask: <out, dout> = <v, dv>. Inductor has random numbers of its own."""
     torch._dynamo.reset()
     torch.manual_seed(2)
@@ -364,12 +362,17 @@ def test_inductor_has_one_mask_in_forward_and_backward() -> None:
     q, *values = (torch.randn(1, 20, 2, 4, dtype=torch.float64) for _ in range(3))
     v, dout = [x.requires_grad_() for x in values], torch.randn(2, 1, 20, 2, 4, dtype=torch.float64).unbind()
     # The graph needs one C++ kernel, for the random numbers. Without vector instructions, inductor compiles no others.
-    options = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False}
+    options = {"cpp.vec_isa_ok": False, "cpp_cache_precompile_headers": False, "compile_threads": 1}
     compiled: Any = torch.compile(twice, fullgraph=True, options=options)
-    first, second = (compiled(q, v, Sharding(20)) for _ in range(2))
+    first, second = (compiled(q, v, Sharding(20, group=group)) for _ in range(2))
     for x, dx, out, again, grad in zip(v, torch.autograd.grad(first, v, dout), first, second, dout, strict=True):
         torch.testing.assert_close((x * dx).sum(), (out * grad).sum())
         assert not torch.equal(out, again)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_has_one_mask_in_forward_and_backward(pool: Pool) -> None:
+    pool.run(1, check_linearity)
 
 
 def test_dropout_raises_where_nothing_is_kept_for_backward() -> None:

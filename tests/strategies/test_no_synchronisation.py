@@ -41,8 +41,7 @@ MESHES = {
 # Query heads and KV heads. Of 28 and 14, rank 5 of 8 holds three query heads, which read 1 and 2 times a KV head.
 EVEN_HEADS, UNEVEN_HEADS = (16, 8), (28, 14)
 CASES = [
-    *((strategy, 8, EVEN_HEADS) for strategy in MESHES),
-    *((strategy, 8, UNEVEN_HEADS) for strategy in ("ulysses", "tp_sp")),
+    *((strategy, 8, UNEVEN_HEADS if strategy in ("ulysses", "tp_sp") else EVEN_HEADS) for strategy in MESHES),
     *((strategy, 1024, EVEN_HEADS) for strategy in MESHES),
 ]
 

@@ -1,10 +1,12 @@
 """Strategies with the Triton backend in Triton's interpreter on two processes, which carry results between steps.
 
 Expected values are those of ``strategy="local"`` in float64, which the reference backend computes.
+``tests/kernels/test_triton_kernels.py`` starts a process with TRITON_INTERPRET=1 for these tests.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +22,10 @@ from ..interpreter import make_faster
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
 
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("run by test_triton_kernels.py in a process with TRITON_INTERPRET=1", allow_module_level=True)
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.slow
 MASKS = {
     "causal": Mask.causal(),
     "documents": Mask.documents([[0, 9, 30, 45], [0, 23, 40]], padding=True) & Mask.sliding_window(20),
@@ -31,9 +34,8 @@ MASKS = {
 
 
 @pytest.fixture(scope="module")
-def interpreters() -> Iterator[Pool]:
-    """Two workers in which Triton interprets kernels."""
-    workers = Pool(ranks=2, environment={"TRITON_INTERPRET": "1"})
+def two_workers() -> Iterator[Pool]:
+    workers = Pool(ranks=2)
     yield workers
     workers.close()
 
@@ -80,6 +82,6 @@ def check_strategy_worker(
     ids=str,
 )
 def test_two_ranks(
-    interpreters: Pool, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
+    two_workers: Pool, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
-    interpreters.run(2, check_strategy_worker, strategy, layout, mask, dtype, features, deadline_s=120)
+    two_workers.run(2, check_strategy_worker, strategy, layout, mask, dtype, features, deadline_s=120)
