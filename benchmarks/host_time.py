@@ -32,7 +32,7 @@ from seqpar.kernels.cpu import CpuBackend
 from seqpar.strategies import compared_options
 
 HIDDEN, HEADS, KV_HEADS, RING, ULYSSES = 64, 8, 8, 4, 2
-STRATEGIES = ("local", "ring", "ulysses", "context_parallel", "hybrid")
+STRATEGIES = ("local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp")
 
 
 class KernelTime:
@@ -55,11 +55,14 @@ class KernelTime:
 
 def measure(strategy: Any, seq_len: int, repeats: int, ranks: int, kernels: KernelTime) -> list[str]:
     """A row of the table."""
-    many = ranks > 1
-    mesh = seqpar.init_mesh(ring=RING if many else 1, ulysses=ULYSSES if many else 1, device_type="cpu")
+    many, megatron = ranks > 1, strategy == "tp_sp"
+    sizes: dict[str, Any] = (
+        {"tp": ranks} if megatron else {"ring": RING if many else 1, "ulysses": ULYSSES if many else 1}
+    )
+    mesh = seqpar.init_mesh(**sizes, device_type="cpu")
     single: dict[str, Any] = {} if strategy == "local" else {"mesh": mesh}
     layer = seqpar.ParallelAttention(strategy, HIDDEN, HEADS, KV_HEADS, **single, **compared_options(strategy))
-    sharding = seqpar.Sharding(seq_len, "zigzag", mesh=mesh)
+    sharding = seqpar.Sharding(seq_len, "zigzag", mesh=mesh, strategy="tp_sp" if megatron else None)
     x = torch.randn(1, sharding.seq_local, HIDDEN, requires_grad=True)  # [b, s, hidden]
     dy = torch.randn_like(x)
     mask = seqpar.Mask.causal()

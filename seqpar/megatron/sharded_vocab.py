@@ -371,7 +371,7 @@ def vocab_linear_cross_entropy_backward(
     def next_gradients(pieces: Iterator[Piece], rows: Rows) -> Tensor:
         return gradients(*next(pieces))
 
-    partial_dx = PartialSums(chunks)
+    partial_dx = PartialSums(chunks, x, x.shape[2])
     for step, pieces in enumerate(chunks.receive_chunks(x.contiguous())):
         if need_x:  # the gradient of a chunk is sent back to the rank that sent the chunk
             partial_dx.add(-step % chunks.size, partial(next_gradients, pieces))

@@ -31,6 +31,9 @@ OVERLAPS: tuple[str, ...] = get_args(Overlap)
 
 # The full sequence is sent in about this many pieces, so each of P ranks sends its chunk in about _PIECES / P.
 _PIECES = 16
+# By device type: a chunk is not cut into smaller pieces, and ``overlap="auto"`` sends smaller chunks in one collective.
+# On a GPU, a message takes the host 60 to 100 us.
+_MIN_MESSAGE_BYTES = {"cpu": 0, "cuda": 4 << 20}
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +141,7 @@ class SequenceChunks:
 
     group: ProcessGroup | None  # None is a single rank
     rows: ChunkRows
-    overlap: str = "ring"  # or "symm_mem" or "none"
+    overlap: str = "ring"  # or "auto", "symm_mem" or "none"
     float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
 
     @cached_property
@@ -153,6 +156,24 @@ class SequenceChunks:
     def total(self) -> int:
         """Tokens of the full sequence."""
         return sum(self.rows.lengths)
+
+    def overlap_for(self, x: Tensor, width: int) -> str:
+        """How communication and GEMMs overlap for tokens of ``width`` elements like the elements of ``x [b, ...]``.
+
+        The same on all ranks, because it depends on the longest chunk.
+        """
+        if self.overlap != "auto":
+            return self.overlap
+        return "ring" if self._fills_messages(x, width, 1) else "none"
+
+    def pieces(self, x: Tensor, width: int) -> Sequence[Sequence[Rows]]:
+        """By rank: the rows of each message of its chunk, for tokens of ``width`` elements like those in ``x``."""
+        split = self._fills_messages(x, width, pieces_of_chunk(len(self.rows.chunks)))
+        return self.rows.pieces if split else [(rows,) for rows in self.rows.chunks]
+
+    def _fills_messages(self, x: Tensor, width: int, parts: int) -> bool:
+        nbytes = max(self.rows.lengths) * x.shape[0] * width * x.element_size()
+        return nbytes // parts >= _MIN_MESSAGE_BYTES.get(x.device.type, _MIN_MESSAGE_BYTES["cuda"])
 
     def all_gather(self, chunk: Tensor) -> Tensor:
         """The full sequence ``[b, t, ...]`` from every rank's ``chunk [b, s, ...]``, in one collective."""
@@ -209,7 +230,7 @@ class SequenceChunks:
         """The same chunks and pieces as ``receive_chunks``, from the full sequence ``[b, t, ...]``."""
         for step in range(self.size):
             source = (self.rank - step) % self.size
-            pieces = (self.rows.chunks[source],) if step == 0 else self.rows.pieces[source]
+            pieces = (self.rows.chunks[source],) if step == 0 else self.pieces(full, full.shape[2])[source]
             yield ((rows, rows.take(full)) for rows in pieces)
 
     def _start_step(self, chunk: Tensor, step: int, link: Link | None) -> Iterator[Piece]:
@@ -218,7 +239,7 @@ class SequenceChunks:
         The returned iterator waits for one piece at a time.
         """
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-        pieces = self.rows.pieces
+        pieces = self.pieces(chunk, chunk.shape[2])
         local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
         messages: list[tuple[Rows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
@@ -235,10 +256,16 @@ class SequenceChunks:
 
 
 class PartialSums:
-    """A reduce-scatter that sends each partial output as soon as it is computed."""
+    """A reduce-scatter that sends each partial output as soon as it is computed.
 
-    def __init__(self, chunks: SequenceChunks) -> None:
-        self._chunks = chunks
+    Args:
+        chunks: the chunks of the outputs.
+        x: a tensor ``[b, ...]`` of the outputs' dtype.
+        width: elements of an output token.
+    """
+
+    def __init__(self, chunks: SequenceChunks, x: Tensor, width: int) -> None:
+        self._chunks, self._pieces = chunks, chunks.pieces(x, width)
         self._link: Link | None = None
         self._sends: list[Pending] = []
         self._received: list[list[Tensor]] = []
@@ -257,7 +284,7 @@ class PartialSums:
             return
         previous_sends, self._sends = self._sends, []
         buffers = []
-        for rows, local_rows in zip(rows_of.pieces[target], rows_of.pieces[chunks.rank], strict=True):
+        for rows, local_rows in zip(self._pieces[target], self._pieces[chunks.rank], strict=True):
             piece = partial_output(rows).contiguous()
             buffers.append(piece.new_empty(piece.shape[0], local_rows.length, *piece.shape[2:]))
             self._link = self._link or connect(chunks.group, piece.device)
@@ -272,17 +299,16 @@ class PartialSums:
         for pending in self._sends:
             pending.wait()
         total = self._local.to(sum_dtype(self._local), copy=True)
-        lengths = [rows.length for rows in self._chunks.rows.pieces[self._chunks.rank]]
+        lengths = [rows.length for rows in self._pieces[self._chunks.rank]]
         for buffers in self._received:
             for part, buffer in zip(total.split(lengths, 1), buffers, strict=True):
                 part += buffer
         return total.to(self._local.dtype)
 
 
-def resolve_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> str:
-    """``overlap`` with "auto" resolved. Raises a ValueError if "symm_mem" cannot run."""
+def check_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> None:
+    """Raise a ValueError if ``overlap`` is "symm_mem" and cannot run."""
     if overlap == "symm_mem" and group is not None:
         even = rows.order is None and len(set(rows.lengths)) == 1
         if (reason := symmetric_memory_reason(group, device, even)) is not None:
             raise ValueError(f"overlap='symm_mem' cannot run here: {reason}; use overlap='auto'")
-    return "ring" if overlap == "auto" else overlap

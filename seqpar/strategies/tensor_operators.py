@@ -29,7 +29,7 @@ from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
-from .sequence_chunks import SequenceChunks, resolve_overlap, rows_in_rank_order, rows_of_sharding
+from .sequence_chunks import SequenceChunks, check_overlap, rows_in_rank_order, rows_of_sharding
 
 # By overlap: the module whose functions compute.
 _ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_mem": one_gemm}
@@ -94,8 +94,12 @@ def _make_chunks(
         if replicated:
             group, layout, rank = placement.sequence, layout.together(), 0
         rows = rows_of_sharding(layout, rank, device)
-    overlap = resolve_overlap(options.overlap, group, rows, device)
-    return SequenceChunks(group, rows, overlap, float32_gradients=replicated)
+    check_overlap(options.overlap, group, rows, device)
+    return SequenceChunks(group, rows, options.overlap, float32_gradients=replicated)
+
+
+def _algorithm(chunks: SequenceChunks, x: Tensor, width: int) -> Any:
+    return _ALGORITHMS[chunks.overlap_for(x, width)]
 
 
 def gather_and_project(x: Tensor, weights: Sequence[Tensor], tokens: ShardedTokens) -> list[Tensor]:
@@ -133,7 +137,7 @@ def all_gather_linear(
 ) -> list[Tensor]:
     """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
-    outs: list[Tensor] = _ALGORITHMS[chunks.overlap].all_gather_linear(x.contiguous(), weights, chunks)
+    outs: list[Tensor] = _algorithm(chunks, x, x.shape[2]).all_gather_linear(x.contiguous(), weights, chunks)
     return outs
 
 
@@ -154,7 +158,7 @@ def all_gather_linear_backward(
     """The gradients of ``x`` and of the weights that are ``needed``."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     need_x, *need_weights = needed
-    backward = _ALGORITHMS[chunks.overlap].all_gather_linear_backward
+    backward = _algorithm(chunks, x, x.shape[2]).all_gather_linear_backward
     dx, dweights = backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
     return [d.contiguous() for d in (dx, *dweights) if d is not None]
 
@@ -188,7 +192,7 @@ def linear_reduce_scatter(
 ) -> Tensor:
     """``x [b, t, in_local]`` and ``weight [out, in_local]`` to ``[b, tokens, out]``, summed over the ranks."""
     chunks = chunks_of(tokens, sharding, ranks, options, x.device)
-    y: Tensor = _ALGORITHMS[chunks.overlap].linear_reduce_scatter(x.contiguous(), weight, chunks)
+    y: Tensor = _algorithm(chunks, x, weight.shape[0]).linear_reduce_scatter(x.contiguous(), weight, chunks)
     return y.contiguous()
 
 
@@ -198,7 +202,7 @@ def linear_reduce_scatter_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of ``x`` and ``weight``."""
     chunks = chunks_of(dout.shape[1], sharding, ranks, options, x.device)
-    backward = _ALGORITHMS[chunks.overlap].linear_reduce_scatter_backward
+    backward = _algorithm(chunks, x, weight.shape[0]).linear_reduce_scatter_backward
     dx, dweight = backward(dout.contiguous(), x.contiguous(), weight, chunks)
     return dx.contiguous(), dweight.contiguous()
 

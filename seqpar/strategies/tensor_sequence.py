@@ -89,7 +89,7 @@ def all_gather_linear_backward(
     x_chunks: Iterator[Iterator[Piece]] = repeat(iter(()), chunks.size)
     if any(need_weights):
         x_chunks = chunks.receive_chunks(x) if full is None else chunks.cut_chunks(full)
-    dx = PartialSums(chunks)
+    dx = PartialSums(chunks, x, x.shape[2])
     for step, pieces in enumerate(x_chunks, start=1):  # meanwhile the next x is received, and the last dx is sent
         if need_x:
             dx.add(step % chunks.size, partial_dx)
@@ -103,7 +103,7 @@ def all_gather_linear_backward(
 
 def linear_reduce_scatter(x: Tensor, weight: Tensor, chunks: SequenceChunks) -> Tensor:
     """``x [b, t, in]`` and ``weight [out, in]`` to ``[b, s, out]``, summed over the ranks."""
-    y = PartialSums(chunks)
+    y = PartialSums(chunks, x, weight.shape[0])
     for step in (*range(1, chunks.size), 0):  # this rank's tokens last, during the last transfer
         y.add(step, lambda rows: F.linear(rows.take(x), weight))
     return y.result()

@@ -18,7 +18,7 @@ from seqpar.layout import LAYOUTS, Layout
 from seqpar.placement import ParallelContext
 from seqpar.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
-from seqpar.strategies.sequence_chunks import resolve_overlap, rows_in_rank_order
+from seqpar.strategies.sequence_chunks import SequenceChunks, check_overlap, rows_in_rank_order
 from seqpar.strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 
 from ..live_bytes import LiveBytes
@@ -140,7 +140,15 @@ def test_gradients_of_joined_projections(pool: Pool, overlap: str, frozen: bool)
                 assert (got.double() - want).norm() < 6e-3 * want.norm()
 
 
-def test_auto_is_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the fused operators could run, which have not been measured."""
-    monkeypatch.setattr(sequence_chunks, "symmetric_memory_reason", lambda *args: None)
-    assert resolve_overlap("auto", None, rows_in_rank_order((4,)), CPU) == "ring"
+@pytest.mark.parametrize(
+    ("width", "device", "overlap", "messages"),
+    [(8192, "meta", "ring", 2), (2048, "meta", "ring", 1), (1024, "meta", "none", 1), (1, "cpu", "ring", 2)],
+)
+def test_messages_of_a_gpu_have_four_mebibytes(width: int, device: str, overlap: str, messages: int) -> None:
+    """8 ranks with 1,000 to 1,024 tokens in bfloat16, on a device that is no CPU, and on a CPU."""
+    chunks = SequenceChunks(None, rows_in_rank_order((*range(1000, 1007), 1024)), "auto")
+    for tokens in (1000, 1024):  # short and long ranks agree
+        x = torch.empty(1, tokens, width, dtype=torch.bfloat16, device=device)
+        assert chunks.overlap_for(x, width) == overlap
+        assert {len(pieces) for pieces in chunks.pieces(x, width)} == {messages}
+    check_overlap("auto", None, chunks.rows, CPU)
