@@ -27,6 +27,39 @@ MASKS = {"causal": "one document, causal", "mix:magi": "packed documents"}
 STRATEGIES = ("ring", "context_parallel", "ulysses", "hybrid", "tp_sp")
 # They can be told apart with every common kind of colour vision, and are dark enough for white letters.
 COLOURS = dict(zip(STRATEGIES, ("#2f6fb3", "#b3701a", "#1c7d5f", "#a8437a", "#5f6872"), strict=True))
+# Model, tokens, GPUs and their name, and what runs of such models use that is not modelled.
+CASES = (
+    ("llama3-8b", 1 << 20, 64, "h100", ""),
+    ("llama3-8b", 32 << 10, 8, "h100", ""),
+    ("llama3-70b", 128 << 10, 64, "h100", ""),
+    (
+        "llama3-405b",
+        128 << 10,
+        1024,
+        "h100",
+        "pipeline parallelism 16, with tp 8 and cp 16 on 16,384 GPUs (Llama 3, table 4)",
+    ),
+    ("DeepSeek-V3", 128 << 10, 1024, "h200", "expert parallelism"),
+    ("qwen3-30b-a3b", 256 << 10, 32, "h200", "expert parallelism"),
+    ("Gemma 3 27B", 128 << 10, 64, "b200", ""),
+    ("llama3-70b", 4 << 20, 256, "b200", ""),
+    ("llama3-8b", 32 << 10, 1024, "h100", ""),
+    ("llama3-8b", 512 << 10, 32, "mi300x", ""),
+    ("llama3-8b", 1 << 20, 8, "h100", ""),
+)
+CONFIGS: dict[str, dict[str, Any]] = {  # the entries of config.json that matter
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128,
+        "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 3, "vocab_size": 129280, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    },
+    "Gemma 3 27B": {
+        "model_type": "gemma3_text", "hidden_size": 5376, "num_hidden_layers": 62, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "intermediate_size": 21504, "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+}  # fmt: skip
 HIDDEN = 0.05  # if a GPU waits for a smaller share of a step, its transfers count as hidden
 
 
@@ -168,6 +201,32 @@ def spread(grid: Grid, gpus: int, tokens: int) -> str:
     return f"{1 - min(rates) / max(rates):.1%}".replace("%", " %")
 
 
+def case_row(model: str, tokens: int, gpus: int, gpu: str, besides: str) -> tuple[str, Sequence[str]]:
+    """The first choice for one of ``CASES``, or why there is none."""
+    name = f"{model}, {words(tokens)}, {gpus:,} x {gpu}"
+    try:
+        plan = seqpar.plan(CONFIGS.get(model, model), tokens, gpus, gpu)
+    except ValueError as error:
+        reason = "256 experts a layer" if "experts" in str(error) else "its kernels have no published rate"
+        return name, [f"refused: {reason}", "", "", "", besides]
+    best = plan.best
+    degrees = "x".join(str(best.degrees[x]) for x in ("dp", "ring", "ulysses", "tp"))
+    free = 1 - best.memory_bytes / plan.hardware.memory_bytes
+    cells = [f"{best.strategy} {degrees}", str(best.switches), mfu_range(option_of(best)), percent(free), besides]
+    return name, cells
+
+
+def cases(rows: Sequence[tuple[str, int, int, str, str]] = CASES) -> str:
+    columns = ["first row, dp x ring x ulysses x tp", "memory switches", "MFU", "free memory", "not modelled"]
+    return table("", columns, [case_row(*row) for row in rows])
+
+
+CASES_TEXT = """The recommended row for some models, with the default global batch. Pipeline and expert parallelism are
+        not modelled; the last column names them where runs of such models use them. MI300X needs `--measure`, or
+        rates of a kernel. With 1M tokens on 8 GPUs, the fastest row without offloading recomputes everything and is
+        26 % slower."""
+
+
 def wrapped(*blocks: str) -> str:
     """The blocks of Markdown, with wrapped paragraphs."""
     whole = [b if b.startswith(("|", "#", "!")) else fill(" ".join(b.split()), 120) for b in blocks]
@@ -184,6 +243,9 @@ def section(grid: Grid) -> str:
         GPUs, with {words(LENGTHS[0])} to {words(longest)} tokens. One sequence is sharded over all GPUs, and so are the
         weights. What is saved for backward is offloaded to the host where nothing else fits. Each host has 8 GPUs, with
         a network of 400 Gbit/s per GPU. `make scale` writes this section again.""",
+        "### Eleven settings",
+        CASES_TEXT,
+        cases(),
         "### Where each strategy wins",
         "![The best strategy by GPUs and tokens](assets/scale_best.png)",
         """Each cell has the strategy, the ranks (ring · ulysses · tp) and the range of the MFU of the first choice of

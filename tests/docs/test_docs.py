@@ -171,6 +171,14 @@ def test_scale_is_the_planners(mask: str, section: str, gpus: int, tokens: int) 
         assert written == f"{best.strategy} {best.degrees}, {best.tokens_per_s / one.tokens_per_s:.1f} x"
 
 
+def test_settings_of_the_docs_are_the_planners() -> None:
+    """The rows of ``CASES`` in docs/scale.py that take little time."""
+    scale = runpy.run_path(str(ROOT / "docs" / "scale.py"))
+    page = (ROOT / "docs" / "planning.md").read_text().splitlines()
+    rows = scale["cases"]([x for x in scale["CASES"] if x[2] <= 32 or x[0] == "DeepSeek-V3"]).splitlines()
+    assert len(rows) == 2 + 5 and set(rows) <= set(page)
+
+
 @pytest.mark.slow
 def test_figures_are_up_to_date(tmp_path: Path) -> None:
     """``python docs/figures.py`` would change nothing."""
