@@ -52,7 +52,7 @@ TESTED: dict[str, tuple[str, str, str]] = {
     "Python": ("3.10", "3.13", ""),
     "torch": ("2.11", "2.13", ""),
     "triton": ("3.6", "3.9", ""),
-    "transformers": ("5.17", "5.23", "hf"),
+    "transformers": ("5.17", "5.24", "hf"),
     "accelerate": ("1.15", "1.15", "hf"),
     "peft": ("0.21", "0.21", "hf"),
 }

@@ -44,8 +44,11 @@ WITHOUT_HOOKS = (
     "the forward ran without the hooks of parallelize; call the model that was given to parallelize, as model(...), "
     "not its decoder or another part of it"
 )
+# The code of the functions that transformers combines into a mask.
+_AND, _OR = and_masks().__code__, or_masks().__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
-_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # transformers 5.0 passes the indices
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in transformers 5.0
+_REMAP = _remap and _remap(None, None).__code__
 _COMPLETE: LayerMask = (False, None, None)  # of a mask to which the layer adds nothing
 _RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends of its interval
 
@@ -168,11 +171,15 @@ def _parts(function: MaskFunction) -> list[MaskFunction]:
     return [x for value in values for x in (value if isinstance(value, tuple | list) else (value,)) if callable(x)]
 
 
+def _code(function: MaskFunction) -> Any:
+    return getattr(function, "__code__", type(function))
+
+
 def structure(function: MaskFunction) -> Any:
     """The code of a mask function and of the functions that it combines, without the values in their closures."""
 
     def code(f: MaskFunction) -> Any:
-        return getattr(f, "__code__", type(f)), tuple(map(code, _parts(f)))
+        return _code(f), tuple(map(code, _parts(f)))
 
     return code(_unpacked(function))
 
@@ -182,13 +189,15 @@ def _unpacked(function: MaskFunction) -> MaskFunction:
 
     transformers then passes positions to the function, instead of the indices of this rank's tokens.
     """
-    parts, combine = _parts(function), {and_masks().__code__: and_masks, or_masks().__code__: or_masks}
-    code = [getattr(x, "__code__", None) for x in (function, *parts)]
-    if _remap and code == [and_masks().__code__, _PACKED, _remap(None, None).__code__]:
-        return _unpacked(_parts(parts[1])[0])
-    if not _remap and code[0] is and_masks().__code__ and code[2:] == [_PACKED]:
+    code, parts = _code(function), _parts(function)
+    if code == _REMAP:
         return _unpacked(parts[0])
-    return combine[code[0]](*map(_unpacked, parts)) if code[0] in combine else function
+    if code == _AND:
+        others = [part for part in parts if _code(part) != _PACKED]
+        if len(others) == 1 and _REMAP in (None, *map(_code, (*others, *_parts(others[0])))):
+            return _unpacked(others[0])
+    combine = {_AND: and_masks, _OR: or_masks}.get(code)
+    return combine(*map(_unpacked, parts)) if combine else function
 
 
 def compare_masks(
@@ -315,8 +324,7 @@ def no_mask(
     if attention_mask is not None and not bool(attention_mask.all()):
         if kv_length is not None and kv_length > attention_mask.shape[-1]:
             raise ValueError(
-                "past_key_values: a static cache cannot be sharded; leave cache_implementation out, or pass "
-                "DynamicCache()"
+                "cache: a static cache cannot be sharded; leave cache_implementation out, or pass DynamicCache()"
             )
         raise ValueError(f"attention_mask: it has padding, but {WITHOUT_HOOKS}")
     if not torch.compiler.is_compiling():

@@ -20,7 +20,7 @@ from .generate import shard_generation
 from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
 from .loss import TokenLoss, check_loss, replace_loss_function, version_of
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
-from .support import check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
+from .support import cache_of, check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
@@ -119,7 +119,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
         forward.local_labels, forward.labels_version = local_labels, version_of(local_labels)
     _scale_noise(forward, kwargs)
     # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
-    if "use_cache" in parameters and kwargs.get("past_key_values") is None:
+    if "use_cache" in parameters and cache_of(kwargs) is None:
         kwargs["use_cache"] = False
 
 
@@ -166,7 +166,7 @@ def _check_unchanged(model: nn.Module) -> None:
 
 
 def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("past_key_values") is not None:
+    if cache_of(kwargs) is not None:
         return True
     default = getattr(cast(Any, model.config).get_text_config(), "use_cache", False)
     use_cache = kwargs.get("use_cache")

@@ -26,12 +26,13 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from ..checks import no_compile
 from ..layout import shard_positions
 from ..mask import Mask
+from ..memory.weights import CACHE_ARGUMENTS
 from ..same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
 from .loss import all_gather_tokens, gradient_scale, join_tiles, reduce_over_ranks
 from .state import Forward, FullCall, Patch, current_forward, shards_text_model
-from .support import parameters_of, pools_last_token, text_model
+from .support import cache_of, parameters_of, pools_last_token, text_model
 
 # The ranks compare their batches in the first 4 calls, and then in every 64th call.
 _CHECKED_FIRST, _CHECKED_EVERY = 4, 64
@@ -46,7 +47,7 @@ PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 for text
 _LABELS = ("labels", "shift_labels")  # sharded before the multimodal model runs
 _TEXT_INPUTS = {
-    *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", "past_key_values", "seqpar"),
+    *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", *CACHE_ARGUMENTS, "seqpar"),
     *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
 }
 # Arguments of Qwen3-VL's text model: which tokens are visual, bool [rows, seq], and for each of the first layers the
@@ -57,7 +58,7 @@ _SHARDED_SEPARATELY = ("attention_mask", "position_ids", _VISUAL_EMBEDS)  # by `
 
 def generates(kwargs: dict[str, Any]) -> bool:
     """Whether a call with full tokens reads or fills a cache."""
-    if kwargs.get("past_key_values") is not None:
+    if cache_of(kwargs) is not None:
         return True
     return bool(kwargs.get("use_cache")) and kwargs.get("labels") is None and not kwargs.get(FUSED)
 
@@ -252,7 +253,7 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return None
     parameters = parameters_of(text)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    if "use_cache" in parameters and kwargs.get("past_key_values") is None:
+    if "use_cache" in parameters and cache_of(kwargs) is None:
         kwargs["use_cache"] = False
     if forward.positions is not None:
         kwargs = _shard_text_inputs(text, kwargs, forward, forward.positions)

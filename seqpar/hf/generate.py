@@ -25,7 +25,7 @@ from .batch import checksum
 from .full_batch import shard_call
 from .key_values import storing_layer
 from .state import DecodeShard, FullCall, Patch
-from .support import recomputes
+from .support import cache_of, parameters_of, recomputes
 
 _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
 
@@ -38,10 +38,10 @@ def shard_generation(
     In a decoding step the result holds all new tokens too, and a ``DecodeShard``, but no ``FullCall``.
     """
     patch = cast(Patch, model._seqpar)
-    cache = kwargs.get("past_key_values")
+    cache = cache_of(kwargs)
     if kwargs.get("labels") is not None:
         raise ValueError(
-            "past_key_values: with labels the model trains, and does not fill a cache; leave it out (peft's prefix "
+            "cache: with labels the model trains, and does not fill a cache; leave it out (peft's prefix "
             "tuning passes one: use LoRA or prompt tuning)"
         )
     if recomputes(model):
@@ -51,7 +51,8 @@ def shard_generation(
         )
     config = cast(Any, model.config).get_text_config()
     if cache is None:
-        cache = kwargs["past_key_values"] = DynamicCache(config=config)
+        cache = DynamicCache(config=config)
+        kwargs["cache" if "cache" in parameters_of(model) else "past_key_values"] = cache
     _shard_cache(cache, config.num_hidden_layers)
     tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
     past, new = cache.get_seq_length(), tokens.shape[1]
@@ -151,7 +152,7 @@ class ShardedCacheLayer(DynamicLayer):
         ``key_states`` are [b, n, new, d], ``value_states`` [b, n, new, v_head_dim].
         """
         if self._incoming is None:
-            raise ValueError("past_key_values: only the forward of its parallelized model can fill this cache")
+            raise ValueError("cache: only the forward of its parallelized model can fill this cache")
         positions, select_new, total = self._incoming
         self._incoming = None
         if select_new is not None:
@@ -215,18 +216,18 @@ class ShardedCacheLayer(DynamicLayer):
 def _shard_cache(cache: Any, layers: int) -> None:
     """Replace the ``layers`` layers of an empty dynamic cache by ``ShardedCacheLayer``, unless that was done before."""
     if not isinstance(cache, Cache):
-        raise TypeError(f"past_key_values={type(cache).__name__}: expected a transformers Cache")
+        raise TypeError(f"cache={type(cache).__name__}: expected a transformers Cache")
     stored = [layer for layer in cache.layers if not _is_shared(layer)]
     if stored and all(isinstance(layer, ShardedCacheLayer) for layer in stored):
         return
     other = [layer for layer in stored if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
     if other:
         raise ValueError(
-            f"past_key_values: its layers are of type {type(other[0]).__name__}, but only a dynamic cache can be "
+            f"cache: its layers are of type {type(other[0]).__name__}, but only a dynamic cache can be "
             "sharded; leave cache_implementation out, or pass DynamicCache()"
         )
     if cache.get_seq_length() > 0:
-        raise ValueError("past_key_values: it was filled before the model was parallelized; start with an empty cache")
+        raise ValueError("cache: it was filled before the model was parallelized; start with an empty cache")
     cache.layers = [
         layer
         if _is_shared(layer)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from ..memory.weights import CACHE_ARGUMENTS
 from .trial import Trial, run_trial
 
 # ``check_model`` checks class names before the trial run. This takes no time, its error names the whole layer, and it
@@ -85,6 +86,11 @@ def recomputes(model: Any) -> bool:
     """Whether ``model`` recomputes activations in backward. transformers then makes no cache."""
     decoder = text_model(model).base_model
     return bool(model.training and getattr(decoder, "gradient_checkpointing", False))
+
+
+def cache_of(kwargs: dict[str, Any]) -> Any:
+    """The key/value cache among the arguments of a forward, or None."""
+    return next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
 
 
 def parameters_of(module: nn.Module) -> list[str]:

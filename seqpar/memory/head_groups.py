@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import no_compile
 from .layers import contexts_of_part
-from .weights import Forward, Weights, replace_forward
+from .weights import CACHE_ARGUMENTS, Forward, Weights, replace_forward
 
 # By the names of an attention layer's parameters: the dimension that has heads, or None.
 _RULES: tuple[tuple[str, int | None], ...] = (
@@ -53,8 +53,9 @@ def group_heads(module: nn.Module, groups: int) -> None:
             return forward(*args, **kwargs)
         if self.training and getattr(self, "attention_dropout", None):
             raise ValueError("head_groups: all groups would drop the same weights of attention; set its dropout to 0")
-        if kwargs.get("past_key_values") is not None:
-            kwargs["past_key_values"] = None  # a cache must not be written by every group
+        for name in CACHE_ARGUMENTS:
+            if kwargs.get(name) is not None:
+                kwargs[name] = None  # a cache must not be written by every group
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
         weights = Weights(self)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..strategies.checkpointing import keep_attention
 from .offload import Kept, copies_to_host
-from .weights import Forward, replace_forward
+from .weights import CACHE_ARGUMENTS, Forward, replace_forward
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -52,8 +52,9 @@ def checkpoint_layer(module: nn.Module, attention: bool, offload: bool, chain: C
                 f"memory: {type(self).__name__} has gradient checkpointing switched on, and would be recomputed twice; "
                 "call model.gradient_checkpointing_disable(), or leave checkpoint out of Memory"
             )
-        if kwargs.get("past_key_values") is not None:
-            kwargs["past_key_values"] = None  # a cache must not be written again in backward
+        for name in CACHE_ARGUMENTS:
+            if kwargs.get(name) is not None:
+                kwargs[name] = None  # a cache must not be written again in backward
         if offload:
             return _offloaded(chain, attention, forward, args, kwargs)
         if torch.compiler.is_compiling():

@@ -20,6 +20,8 @@ from torch.func import functional_call
 
 _BEFORE = "_seqpar_forward"  # the name under which a module keeps a forward that its instance had before
 
+# The argument that holds the key/value cache: of transformers 5.24 and later, and of earlier versions.
+CACHE_ARGUMENTS = ("cache", "past_key_values")
 # A module, its original forward, and the arguments of the call.
 Forward = Callable[..., Any]
 # By a weight's name and values: the part of the weight that a call uses.

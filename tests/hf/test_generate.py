@@ -75,11 +75,11 @@ def cached(group: ProcessGroup, kind: str) -> tuple[list[int], int, int, int]:
     """The number of this rank's keys in each layer, the length, and the bytes and backend calls of one more token."""
     model = seqpar.hf.parallelize(model_of(kind), group=group)
     cache = DynamicCache(config=model.config)
-    model.generate(**prompt("plain"), do_sample=False, past_key_values=cache, **LONG)
+    model.generate(**prompt("plain"), do_sample=False, cache=cache, **LONG)
     held = [layer.keys.shape[2] for layer in cache.layers]
     length = cache.get_seq_length()
     with torch.no_grad(), trace() as t:
-        model(input_ids=torch.tensor([[5], [6]]), past_key_values=cache)
+        model(input_ids=torch.tensor([[5], [6]]), cache=cache)
     assert cache.get_seq_length() == length + 1
     return held, length, t.bytes_sent, t.backends["cpu"]
 
@@ -128,10 +128,10 @@ def test_decode_does_not_copy_the_cache(dtype: torch.dtype, backend: BackendName
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, VOCAB, (1, 5000), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
-        model(input_ids=ids[:, :1], past_key_values=cache)  # allocates the cache's spare capacity
+        model(input_ids=ids, cache=cache, logits_to_keep=1)
+        model(input_ids=ids[:, :1], cache=cache)  # allocates the cache's spare capacity
         with Allocations() as made:
-            model(input_ids=ids[:, :1], past_key_values=cache)
+            model(input_ids=ids[:, :1], cache=cache)
     keys = cache.layers[0].keys
     assert keys.dtype == dtype and keys.shape[2] == 5002
     assert 0 < made.largest < keys.nbytes // 2
@@ -163,9 +163,9 @@ def continued(group: ProcessGroup, gathered_bytes: int) -> tuple[float, int, int
     cache = DynamicCache(config=model.config)
     try:
         with torch.no_grad():
-            model(input_ids=tokens[:, :1200], past_key_values=cache, logits_to_keep=1)
+            model(input_ids=tokens[:, :1200], cache=cache, logits_to_keep=1)
             with trace() as t, Allocations() as made:
-                logits = model(input_ids=tokens[:, 1200:], past_key_values=cache).logits
+                logits = model(input_ids=tokens[:, 1200:], cache=cache).logits
             expected = reference(input_ids=tokens).logits[:, 1200:]
     finally:
         decoding._GATHERED_BYTES = before
@@ -190,9 +190,9 @@ def test_cache_after_inference_mode() -> None:
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         for part in ids[:, :20], ids[:, 20:21], ids[:, 21:22]:
-            model(input_ids=part, past_key_values=cache)
+            model(input_ids=part, cache=cache)
     with torch.no_grad():
-        logits = model(input_ids=ids[:, 22:], past_key_values=cache).logits
+        logits = model(input_ids=ids[:, 22:], cache=cache).logits
         expected = reference(input_ids=ids).logits[:, 22:]
     assert float((logits - expected).abs().max()) < 2e-5
 
@@ -207,13 +207,13 @@ def forwards(group: ProcessGroup) -> list[float]:
     with torch.no_grad():
         expected = reference(input_ids=tokens).logits
         cache = DynamicCache()
-        first = model(input_ids=tokens[:, :17], past_key_values=cache, use_cache=True).logits
+        first = model(input_ids=tokens[:, :17], cache=cache, use_cache=True).logits
         errors.append(float((first - expected[:, :17]).abs().max()))
         errors.append(
-            float((model(input_ids=tokens[:, 17:], past_key_values=cache).logits - expected[:, 17:]).abs().max())
+            float((model(input_ids=tokens[:, 17:], cache=cache).logits - expected[:, 17:]).abs().max())
         )
         cache.crop(-3)
-        again = model(input_ids=tokens[:, 20:], past_key_values=cache).logits
+        again = model(input_ids=tokens[:, 20:], cache=cache).logits
         errors.append(float((again - expected[:, 20:]).abs().max()))
         made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
         errors.append(float((made.logits - expected[:, -4:]).abs().max()))
@@ -303,5 +303,5 @@ def test_refused_caches() -> None:
         filled.update(torch.zeros(2, 2, 3, 8), torch.zeros(2, 2, 3, 8), layer)
     with pytest.raises(ValueError, match="filled before the model was parallelized"):
         model(input_ids=ids, past_key_values=filled)
-    with pytest.raises(TypeError, match="past_key_values=tuple"):
+    with pytest.raises(TypeError, match="cache=tuple"):
         model(input_ids=ids, past_key_values=())

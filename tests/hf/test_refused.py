@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "prefix tuning later": (
         lambda: call(adapted("prefix tuning", before=False)),
-        r"past_key_values: with labels .*peft's prefix tuning passes one: use LoRA or prompt tuning",
+        r"cache: with labels .*peft's prefix tuning passes one: use LoRA or prompt tuning",
     ),
     "adaption prompt": (
         lambda: adapted("adaption prompt"), r"ADAPTION_PROMPT, which cannot be sharded: its layers attend"
@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     # calls
     "cache with labels": (
-        lambda: call(past_key_values=transformers.DynamicCache()), "past_key_values: with labels"
+        lambda: call(past_key_values=transformers.DynamicCache()), "cache: with labels"
     ),
     "some logits with labels": (lambda: call(logits_to_keep=1), "logits_to_keep=1: with labels"),
     "some logits with labels, sharded": (lambda: call_sharded(logits_to_keep=1), "logits_to_keep=1: with labels"),
