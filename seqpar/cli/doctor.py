@@ -52,9 +52,9 @@ TESTED: dict[str, tuple[str, str, str]] = {
     "Python": ("3.10", "3.13", ""),
     "torch": ("2.11", "2.13", ""),
     "triton": ("3.6", "3.9", ""),
-    "transformers": ("5.17", "5.24", "hf"),
-    "accelerate": ("1.15", "1.15", "hf"),
-    "peft": ("0.21", "0.21", "hf"),
+    "transformers": ("5.19", "5.24", "hf"),
+    "accelerate": ("1.12", "1.15", "hf"),
+    "peft": ("0.18", "0.21", "hf"),
 }
 _DEADLINE_S = 120.0  # of the ranks that the command starts
 _TIMEOUT = timedelta(seconds=60)  # of one collective

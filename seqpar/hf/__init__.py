@@ -9,9 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 try:
-    import transformers as _transformers  # noqa: F401
+    import transformers as _transformers
 except ImportError as error:
-    raise ImportError("seqpar.hf requires transformers 5: pip install 'seqpar[hf]'") from error
+    raise ImportError("seqpar.hf requires transformers 5.19: pip install 'seqpar[hf]'") from error
+if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 19):
+    raise ImportError(
+        f"seqpar.hf requires transformers 5.19 or later, but {_transformers.__version__} is installed: "
+        "pip install --upgrade 'seqpar[hf]'"
+    )
 
 from ..verification import VerificationError
 from .batch import BatchShard, shard_batch

@@ -202,7 +202,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
                     raise ValueError(
                         f"model={type(root).__name__}: its loss is a mean, which {self._multiplier} multiplies by the "
                         f"number of processes, although {ranks} of them share a sequence; set "
-                        "average_tokens_across_devices=False, or install transformers 5.19 or later"
+                        "average_tokens_across_devices=False"
                     )
         patch = next((p for m in model.modules() if isinstance(p := getattr(m, "_seqpar", None), Patch)), None)
         if patch is None:

@@ -47,7 +47,7 @@ WITHOUT_HOOKS = (
 # The code of the functions that transformers combines into a mask.
 _AND, _OR = and_masks().__code__, or_masks().__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
-_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # not in transformers 5.0
+_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # from transformers 5.23 on
 _REMAP = _remap and _remap(None, None).__code__
 _COMPLETE: LayerMask = (False, None, None)  # of a mask to which the layer adds nothing
 _RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends of its interval
@@ -310,15 +310,12 @@ def no_mask(
     attention_mask: Tensor | None = None,
     mask_function: MaskFunction | None = None,
     device: torch.device | None = None,
-    cache_position: Tensor | None = None,
     **kwargs: Any,
 ) -> Mask | None:
     """The mask function of the interface. It makes no dense mask: ``seqpar.Mask`` holds the padding and documents.
 
     In a model that merges images into its text, it returns the mask of the batch for ``before_text_model``.
     """
-    if cache_position is not None:  # transformers 5.0
-        q_length, device = len(cache_position), cache_position.device
     if shards_text_model[0]:
         return _mask_of_call(mask_function, batch_size, q_length, attention_mask, device)
     if attention_mask is not None and not bool(attention_mask.all()):

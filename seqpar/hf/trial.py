@@ -241,15 +241,13 @@ def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
 @contextmanager
 def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
     """In the block, transformers models get ``replace(implementation, function)`` as their attention function."""
-    # Models of transformers 5.0, which has no get_interface, index the interface for all implementations but "eager".
-    name = "get_interface" if hasattr(AttentionInterface, "get_interface") else "__getitem__"
-    original = getattr(AttentionInterface, name)
+    original = AttentionInterface.get_interface
 
     def look_up(self: AttentionInterface, attn_implementation: str, *default: Any) -> Any:
         return replace(attn_implementation, original(self, attn_implementation, *default))
 
     # The method of the class is replaced, because some model files have an interface object of their own.
-    with mock.patch.object(AttentionInterface, name, look_up):
+    with mock.patch.object(AttentionInterface, "get_interface", look_up):
         yield
 
 

@@ -96,6 +96,7 @@ def _mrope(*section: int) -> dict[str, Any]:
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
     "chameleon": {"vocabulary_map": {"<image>": 120}},
+    "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
@@ -104,6 +105,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 2},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dory": {
+        "num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1,
+        "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "emu3": {"vocabulary_map": {"<image>": 120, "<|extra_200|>": 121}},
     "ernie4_5_vl_moe_text": _mrope(3, 3, 2),
     "esm": {"pad_token_id": 1, "mask_token_id": 5},
@@ -112,9 +117,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": _mrope(2, 1, 1),
     "glm_ocr_text": _mrope(4, 2, 2),
     "glm5_next_text": {"index_topk": 16, "index_kpool": 4},
+    "gptj": {"rotary_dim": 8},
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "granitemoehybrid": _MAMBA,
     "hunyuan_vl_text": _mrope(2, 2, 2, 2),
+    "hy_v4_vl_text": _mrope(2, 1, 1),
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},

@@ -209,9 +209,7 @@ def forwards(group: ProcessGroup) -> list[float]:
         cache = DynamicCache()
         first = model(input_ids=tokens[:, :17], cache=cache, use_cache=True).logits
         errors.append(float((first - expected[:, :17]).abs().max()))
-        errors.append(
-            float((model(input_ids=tokens[:, 17:], cache=cache).logits - expected[:, 17:]).abs().max())
-        )
+        errors.append(float((model(input_ids=tokens[:, 17:], cache=cache).logits - expected[:, 17:]).abs().max()))
         cache.crop(-3)
         again = model(input_ids=tokens[:, 20:], cache=cache).logits
         errors.append(float((again - expected[:, 20:]).abs().max()))

@@ -176,18 +176,23 @@ def test_another_attention_before_parallelize() -> None:
     assert abs(loss - expected) < LOSS
 
 
-@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers 5.0")
+@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers 5.23")
 def test_structure_of_a_shard_whose_positions_jump() -> None:
     """transformers takes such a shard for packed documents, on this rank only."""
     positions, tokens = torch.tensor([[0, 1, 6, 7]]), torch.full((1, 4), -1)
     causal, blocks = masking_utils.causal_mask_function, masking_utils.blockwise_overlay(tokens)
-    for inside, outside in (((causal, blocks), ()), ((causal,), (blocks,))):
-        packed = masking_utils.and_masks(
-            masking_utils.packed_sequence_mask_function(positions // 6),
-            masking_utils.remap_positions_for_packed_sequence(masking_utils.or_masks(*inside), positions),
-        )
+    same_document = masking_utils.packed_sequence_mask_function(positions // 6)
+    for inside, outside, version in (
+        ((causal, blocks), (), 5.23),
+        ((causal,), (blocks,), 5.23),
+        ((causal,), (blocks,), 5.24),
+    ):
+        remapped = masking_utils.remap_positions_for_packed_sequence(masking_utils.or_masks(*inside), positions)
         plain = masking_utils.or_masks(*outside, masking_utils.or_masks(*inside))
-        asked = masking_utils.or_masks(*outside, packed)
+        if version == 5.23:
+            asked = masking_utils.or_masks(*outside, masking_utils.and_masks(same_document, remapped))
+        else:
+            asked = masking_utils.and_masks(masking_utils.or_masks(*outside, remapped), same_document)
         assert hf_attention.structure(asked) == hf_attention.structure(plain)
         assert hf_attention._blocks(hf_attention._unpacked(asked), 1, 4, torch.device("cpu")) == [[]]
         tokens[0, :2] = 0  # an image of two tokens
