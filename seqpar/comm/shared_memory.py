@@ -1,14 +1,16 @@
 """Messages of CPU tensors between processes of one host through shared memory. It is available on Linux only.
 
 gloo copies a message to a process of the same host into a socket and out of it. The threads that copy it use the same
-CPU cores as attention. Here the sender writes the message into memory that the receiver has mapped too, and gloo sends
-only a notice of it, three numbers:
+CPU cores as attention. Here the sender writes the message into memory that the receiver has mapped too, and sends only
+a notice of it, three numbers, through a pipe:
 
     sender      | write the message | send a notice |                 ...                | reuse the memory |
     receiver    |                       ...         | read the message | count it as read |
 
 Each process writes its messages to an anonymous file of its own (``memfd_create``). The file is as long as any message
 may be, but only the pages that have been written take memory. Linux deletes it when no process maps it any more.
+
+A pipe holds 64 notices. A sender that is further ahead of a receiver waits; a call of attention sends far fewer.
 
 Set the environment variable SEQPAR_SHARED_MEMORY to 0 to send the messages through gloo. If it is 0 on one rank of a
 group, all ranks of the group do so.
@@ -19,10 +21,16 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
+import struct
 import uuid
-from collections.abc import Sequence
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -32,13 +40,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..mesh import Ranks, global_ranks, host_name, parent_group, rank_in
 from ..rendezvous import group_timeout, is_simulated, missing_message, store_all_gather
-from .communicator import PerWorld, communicator
+from .communicator import PerWorld
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _CPU = torch.device("cpu")
 _SMALLEST_BLOCK = 1 << 16
 # Free blocks keep their memory for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
 _SPARE_BYTES = 64 << 20
+_NOTICE = struct.Struct("=3q1000x")  # 64 of them fill a pipe
 # The addresses that the files of all ranks take in each process, at most. No memory is reserved for them.
 _ADDRESSES = 1 << 40
 
@@ -60,42 +69,43 @@ class _Block:
 
 
 class Notice:
-    """A notice that is being sent to ``peer`` or, with a receive buffer ``out``, received from it."""
+    """A notice that this rank receives from ``peer``, of a message for the receive buffer ``out``."""
 
-    def __init__(
-        self, transport: SharedMemoryTransport, peer: int, words: Sequence[int], out: Tensor | None, mode: ReceiveMode
-    ) -> None:
+    def __init__(self, transport: SharedMemoryTransport, peer: int, out: Tensor, mode: ReceiveMode) -> None:
         self._transport = transport
         self.peer, self.out, self.mode = peer, out, mode
-        self._words = torch.tensor(words, dtype=torch.int64, device=_CPU)
-        start = transport.group.send if out is None else transport.group.recv
-        self._work = start([self._words], peer, 0)
+        self.message: tuple[int, int, int] | None = None  # once it has arrived
 
     def wait(self) -> None:
         """Wait for the notice, and read the message."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            timeout = group_timeout(self._transport.group)
-            message = missing_message([self._transport.ranks[self.peer]], "messages", timeout)
-            raise RuntimeError(f"{message}; or the rank has ended") from error
-        if self.out is not None:
-            self._transport.read(self.peer, self.out, self.mode, *self._words.tolist())
+        self._transport.receive(self)
 
 
 class SharedMemoryTransport:
     """Sends and receives messages between ranks of one host. Like a process group, it is used by one thread at a time.
 
     Args:
-        group: the process group that sends the notices.
-        ranks: the global rank of each of its ranks.
+        rank: this rank.
+        ranks: the global rank of each rank.
         files: the file of each rank, mapped.
+        pipes: the descriptors of a pipe from each rank, and of a pipe to each rank.
+        timeout: how long a wait may take.
     """
 
-    def __init__(self, group: ProcessGroup, ranks: Sequence[int], files: Sequence[mmap.mmap]) -> None:
-        self.group, self.ranks = group, ranks
-        self._rank = group.rank()
-        self._files, self._file = files, files[self._rank]
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        files: Sequence[mmap.mmap],
+        pipes: tuple[Sequence[int], Sequence[int]],
+        timeout: timedelta,
+    ) -> None:
+        self.ranks = ranks
+        self._rank, self._timeout = rank, timeout
+        self._incoming, self._outgoing = pipes
+        weakref.finalize(self, _close, pipes)
+        self._expected: list[deque[Notice]] = [deque() for _ in ranks]  # by peer: notices that have not arrived
+        self._files, self._file = files, files[rank]
         self._words = [memoryview(file).cast("q") for file in files]
         self._header = -(-8 * len(files) // 64) * 64  # bytes of a block before its tensor
         self._address = torch.frombuffer(self._file, dtype=torch.uint8, count=1).data_ptr() + self._header
@@ -123,14 +133,48 @@ class SharedMemoryTransport:
         """Send messages and start to receive others: pairs of a rank and a tensor, contiguous and not empty.
 
         Returns:
-            The notices. Their ``wait`` copies or adds a received message to its tensor or, with "alias", replaces the
-            memory of the tensor by the memory of the message, which the sender does not reuse as long as a tensor of
-            this rank is in it.
+            The notices of the messages that this rank receives. Their ``wait`` copies or adds a message to its tensor
+            or, with "alias", replaces the memory of the tensor by the memory of the message, which the sender does not
+            reuse as long as a tensor of this rank is in it.
         """
-        sent = [Notice(self, peer, self._words_of(peer, x), None, mode) for peer, x in sends]
-        return sent + [Notice(self, peer, (0, 0, 0), out, mode) for peer, out in receives]
+        for peer, x in sends:
+            self._send(peer, _NOTICE.pack(*self._message(peer, x)))
+        notices = [Notice(self, peer, out, mode) for peer, out in receives]
+        for notice in notices:
+            self._expected[notice.peer].append(notice)
+        return notices
 
-    def read(self, peer: int, out: Tensor, mode: ReceiveMode, block: int, start: int, nbytes: int) -> None:
+    def receive(self, notice: Notice) -> None:
+        """Wait for a notice. The notices of a rank arrive in the order in which they are expected."""
+        expected = self._expected[notice.peer]
+        while notice.message is None:
+            self._wait(notice.peer, self._incoming, select.POLLIN)
+            record = os.read(self._incoming[notice.peer], _NOTICE.size)
+            if not record:
+                raise self._missing(notice.peer)
+            expected.popleft().message = _NOTICE.unpack(record)
+        self._read(notice.peer, notice.out, notice.mode, *notice.message)
+
+    def _send(self, peer: int, record: bytes) -> None:
+        while True:
+            try:
+                os.write(self._outgoing[peer], record)
+                return
+            except BlockingIOError:
+                self._wait(peer, self._outgoing, select.POLLOUT)
+            except BrokenPipeError:
+                raise self._missing(peer) from None
+
+    def _wait(self, peer: int, pipes: Sequence[int], event: int) -> None:
+        poll = select.poll()
+        poll.register(pipes[peer], event)
+        if not poll.poll(self._timeout.total_seconds() * 1000):
+            raise self._missing(peer)
+
+    def _missing(self, peer: int) -> RuntimeError:
+        return RuntimeError(f"{missing_message([self.ranks[peer]], 'messages', self._timeout)}; or the rank has ended")
+
+    def _read(self, peer: int, out: Tensor, mode: ReceiveMode, block: int, start: int, nbytes: int) -> None:
         """Read a message that has arrived: ``nbytes`` from ``start`` in a block of the file of ``peer``."""
         if nbytes != out.nbytes:
             raise RuntimeError(
@@ -150,8 +194,8 @@ class SharedMemoryTransport:
             out.copy_(message)
         self._words[peer][word] += 1
 
-    def _words_of(self, peer: int, x: Tensor) -> tuple[int, int, int]:
-        """The notice of the message ``x`` to ``peer``, as ``read`` takes it."""
+    def _message(self, peer: int, x: Tensor) -> tuple[int, int, int]:
+        """Where the message ``x`` to ``peer`` is: its block and its start in this rank's file, and its bytes."""
         x = self.share(x)
         block = self._block_of(x)
         assert block is not None
@@ -225,23 +269,39 @@ def _connect(ranks: Ranks, wanted: bool) -> SharedMemoryTransport | None:
     if type(parent) is not ProcessGroup or parent._get_backend(_CPU).name() != "gloo":
         return None
     purpose, timeout = "the first messages on a host", group_timeout(parent)
-    with ExitStack() as stack:
+    with ExitStack() as until_open:
         file = _new_file(_ADDRESSES // len(members) // _SMALLEST_BLOCK * _SMALLEST_BLOCK) if wanted else None
         entry = None
+        incoming, outgoing = list[int](), list[int]()
         if file is not None:
             descriptor, mapped = file
-            stack.callback(os.close, descriptor)
             mark = uuid.uuid4().hex
             mapped[: len(mark)] = mark.encode()
-            entry = [host_name(), os.getpid(), descriptor, mark]
+            until_open.callback(os.close, descriptor)
+            for _ in members:
+                read_end, write_end = os.pipe()
+                incoming.append(read_end)
+                outgoing.append(write_end)
+                until_open.callback(os.close, write_end)
+            entry = [host_name(), os.getpid(), mark, descriptor, outgoing]
         entries = [json.loads(text) for text in store_all_gather(purpose, members, json.dumps(entry), timeout)]
         same_host = all(entries) and len({host for host, *_ in entries}) == 1
-        files = [mapped if i == rank else _open(*entries[i][1:]) for i in range(len(members))] if same_host else []
-        ready = bool(files) and all(files)
-        answers = store_all_gather(purpose, members, str(ready), timeout)  # this rank's file stays open until then
-    if any(answer != "True" for answer in answers):
-        return None
-    return SharedMemoryTransport(communicator(ranks, _CPU), members, [file for file in files if file])
+        opened = [
+            _open(process, mark, file, pipes[rank]) for _, process, mark, file, pipes in (entries if same_host else ())
+        ]
+        files = [x for x in opened if x]
+        ready = len(files) == len(members)
+        answers = store_all_gather(purpose, members, str(ready), timeout)
+    pipes = incoming, [pipe for _, pipe in files]
+    if all(answer == "True" for answer in answers):
+        return SharedMemoryTransport(rank, members, [file for file, _ in files], pipes, timeout)
+    _close(pipes)
+    return None
+
+
+def _close(pipes: Iterable[Iterable[int]]) -> None:
+    for descriptor in chain.from_iterable(pipes):
+        os.close(descriptor)
 
 
 def _new_file(nbytes: int) -> tuple[int, mmap.mmap] | None:
@@ -258,11 +318,16 @@ def _new_file(nbytes: int) -> tuple[int, mmap.mmap] | None:
         return None
 
 
-def _open(process: int, descriptor: int, mark: str) -> mmap.mmap | None:
-    """The file that begins with ``mark``. None in another container, or for a process of another user."""
+def _open(process: int, mark: str, file: int, pipe: int) -> tuple[mmap.mmap, int] | None:
+    """The file that begins with ``mark``, and the end of a pipe that is written to.
+
+    None in another container, or for a process of another user.
+    """
     try:
-        with open(f"/proc/{process}/fd/{descriptor}", "r+b", buffering=0) as file:
-            mapped = mmap.mmap(file.fileno(), 0)
+        with open(f"/proc/{process}/fd/{file}", "r+b", buffering=0) as f:
+            mapped = mmap.mmap(f.fileno(), 0)
+        if mapped[: len(mark)] != mark.encode():
+            return None
+        return mapped, os.open(f"/proc/{process}/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK)
     except (OSError, ValueError):
         return None
-    return mapped if mapped[: len(mark)] == mark.encode() else None

