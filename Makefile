@@ -26,7 +26,7 @@ demo: $(READY)
 	$(BIN)/seqpar demo
 
 # Every test, in two processes (pytest-xdist): ranks wait for one another much of the time. Files in conftest.py's order.
-# About 11 minutes on two cores.
+# About 8 minutes on two cores, with the installation.
 test: $(READY)
 	$(PYTEST) $(IN_TWO) $(PYTEST_ARGS)
 
