@@ -146,7 +146,7 @@ def test_a_failed_self_check_is_an_exit_code(
     ("name", "version", "advice"),
     [
         ("torch", "2.10.1", "older than 2.11"),
-        ("torch", "2.15.0+cu130", "newer than 2.13"),
+        ("torch", "2.16.0+cu130", "newer than 2.15"),
         ("torch", "2.12", ""),
         ("transformers", None, "pip install 'seqpar[hf]'"),
     ],
