@@ -164,6 +164,8 @@ def markdown(report: Report) -> str:
             lines += [f"## {title.format(direction)}", "", *_table([*shape, *names], cells)]
         lines += [f"* launched while the GPU waited, {row['what']}: {', '.join(late)}"
                   for row in speed if (late := row[f"{direction}_not_queued"])]  # fmt: skip
+        lines += [f"* computed by another backend, {row['what']}: {name} by {', '.join(ran)}"
+                  for row in speed for name, ran in row[f"{direction}_ran"].items() if {*ran} != {name}]  # fmt: skip
     lines += ["## One rank's computation, its steps one after another on one GPU, no communication", "",
               "The ideal is the fastest attention of all tokens divided by the ranks.", ""]  # fmt: skip
     cells = []

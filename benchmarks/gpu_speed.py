@@ -266,7 +266,8 @@ def measure_speed(
     ((k, _, _),) = work.steps
     go: dict[str, Thunk] = {}
     back: dict[str, Thunk] = {}
-    for name, backend in supporting(rows, backends, work, label).items():
+    found = supporting(rows, backends, work, label)
+    for name, backend in found.items():
         go[name], back[name] = partial(work.forward, backend), partial(work.backward, backend)
     grad = work.dout.transpose(1, 2)
     for name, (run, inputs) in (others(work) if others else calls(work, causal)).items():
@@ -287,6 +288,9 @@ def measure_speed(
             steady = {n: sustained_ms(ready[n], t.ms) for n, t in times.items()} if sustain else {}
         short = len(direction) + 4
         row[direction] = {n[short:]: factor * flops / t.ms / 1e9 for n, t in times.items()}
+        row[f"{direction}_ran"] = {
+            name: calls_by_backend(found[name], 1, thunks[name]) for name in found if f"{direction} of {name}" in times
+        }
         row[f"{direction}_sustained"] = {n[short:]: factor * flops / ms / 1e9 for n, ms in steady.items()}
         row[f"{direction}_host_us"] = {n[short:]: t.host_us for n, t in times.items()}
         row[f"{direction}_first_s"] = {n[short:]: s for n, s in first_s.items()}

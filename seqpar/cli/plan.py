@@ -153,9 +153,13 @@ def _name(choice: Choice) -> str:
     return f"{choice.strategy} + {choice.comm or choice.context}"
 
 
-def _digits(x: float) -> str:
-    """A number with three significant digits, or with all digits before the decimal point."""
-    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+def _digits(x: float, limit: float = 1e5) -> str:
+    """Three significant digits, or all before the decimal point; from ``limit`` on two, in thousands, millions, ..."""
+    if x < limit:
+        return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+    unit = next(i for i in range(1, 6) if x < 999.5 * 1000**i or i == 5)
+    x /= 1000**unit
+    return f"{x:.0f}{'kMGTP'[unit - 1]}" if x >= 10 else f"{x:.1f}{'kMGTP'[unit - 1]}"
 
 
 def _write(write: Any, path: Path) -> None:
@@ -192,8 +196,8 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
         within, between = (choice.bytes_sent[x] + choice.parameter_bytes_sent[x] for x in (WITHIN, BETWEEN))
         cells = (
             "x".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
-            f"{_digits(choice.low_s)}-{_digits(choice.high_s)}",
-            f"{choice.tokens_per_s:,.0f}",
+            f"{_digits(choice.low_s, 1e3)}-{_digits(choice.high_s, 1e3)}",
+            _digits(choice.tokens_per_s, 1e7),
             f"{choice.mfu:.0%}",
             _digits(within / 1e9),
             _digits(between / 1e9),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -277,6 +278,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     plan_command("llama3-8b", "64K", 8, top=3)
     printed = capsys.readouterr().out
     assert "tokens/s" in printed and max(map(len, printed.splitlines())) <= 80
+    plan_command("llama3-405b", "1M", 512, global_batch="1000000")  # steps of a million seconds
+    rows = [line for line in capsys.readouterr().out.splitlines() if re.search(r"\d(\.\d|\d)[MG]-", line)]
+    assert rows and {len(row) for row in rows} == {80}
     plan_command("llama3-70b", "128K", 64)
     assert len(capsys.readouterr().out.splitlines()) <= 25
     with pytest.raises(CommandError, match=r"nothing fits: .* at least 16 GPUs") as error:
