@@ -194,9 +194,10 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
     ]
     for choice in made.choices[:top] if top else shown(made.choices):
         within, between = (choice.bytes_sent[x] + choice.parameter_bytes_sent[x] for x in (WITHIN, BETWEEN))
+        steps = [f"{_digits(choice.low_s, most)}-{_digits(choice.high_s, most)}" for most in (1e5, 1e3)]
         cells = (
             "x".join(str(choice.degrees[x]) for x in ("dp", "ring", "ulysses", "tp")),
-            f"{_digits(choice.low_s, 1e3)}-{_digits(choice.high_s, 1e3)}",
+            steps[len(steps[0]) > 10],
             _digits(choice.tokens_per_s, 1e7),
             f"{choice.mfu:.0%}",
             _digits(within / 1e9),
