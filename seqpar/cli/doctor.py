@@ -46,7 +46,7 @@ from .measure import (
 )
 from .tables import device_name, human_bytes
 
-# For each package: the oldest and the newest release that the tests have run with (of Hugging Face's packages, the oldest
+# For each package: the oldest and the newest release that the tests have run with (the oldest of Hugging Face's packages
 # with the tests of `make compat`), and the extra of seqpar that installs it.
 TESTED: dict[str, tuple[str, str, str]] = {
     "Python": ("3.10", "3.13", ""),
