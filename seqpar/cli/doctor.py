@@ -46,8 +46,8 @@ from .measure import (
 )
 from .tables import device_name, human_bytes
 
-# For each package: the oldest and the newest release that the tests have run with (the oldest Hugging Face packages with
-# the tests of `make compat`), and the extra of seqpar that installs it.
+# For each package: the oldest and the newest release that the tests have run with (`make compat` for the oldest of
+# Hugging Face's packages), and the extra of seqpar that installs it.
 TESTED: dict[str, tuple[str, str, str]] = {
     "Python": ("3.10", "3.13", ""),
     "torch": ("2.11", "2.15", ""),
