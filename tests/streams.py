@@ -13,6 +13,7 @@ If two nodes use the same memory, and one of them writes it, they must be ordere
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -125,7 +126,7 @@ class Simulator(TorchDispatchMode):
         self.kernels = Stream("kernels")
         self.current = self.kernels
         self.nodes: list[Node] = []
-        self.allocated = 0  # the bytes allocated so far, including those that have been freed
+        self.allocated: Counter[str] = Counter()  # by stream, the bytes of its blocks, in use or free
         self._transfer_streams: dict[dist.ProcessGroup, Stream] = {}
         self._memory: dict[int, tuple[StorageWeakRef, Memory]] = {}  # by storage
         self._free: list[Memory] = []
@@ -180,7 +181,7 @@ class Simulator(TorchDispatchMode):
             if memory.stream == self.current.name and memory.nbytes >= nbytes:
                 self._free.remove(memory)
                 return memory
-        self.allocated += nbytes
+        self.allocated[self.current.name] += nbytes
         return Memory(self.current.name, nbytes)
 
     @staticmethod

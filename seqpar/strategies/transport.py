@@ -35,16 +35,19 @@ class Message:
         rows: how many rows of each tensor it holds.
         flat: the buffer ``[elements]``; by default a new one.
         to: the link over which a new buffer may be sent; None if it is not sent.
+        longest: the rows of the longest shard. The memory of a new buffer has room for all of them, or for a half, a
+            quarter, ... of them, so that messages of other masks can use it again.
     """
 
     def __init__(
-        self, like: Sequence[Tensor], rows: int, *, flat: Tensor | None = None, to: Link | None = None
+        self, like: Sequence[Tensor], rows: int, *, flat: Tensor | None = None, to: Link | None = None, longest: int = 0
     ) -> None:
         self._shapes = [(*x.shape[:-3], rows, *x.shape[-2:]) for x in like]
         self.rows = rows
         if flat is None:
             numel = sum(map(prod, self._shapes))
-            flat = like[0].new_empty(numel) if to is None else new_message(numel, like[0], to)
+            room = longest >> (longest // rows).bit_length() - 1 if 0 < rows < longest else rows
+            flat = new_message(numel, like[0], to, numel // max(rows, 1) * room)
         self.flat = flat
 
     @cached_property
@@ -70,12 +73,12 @@ class KeyValues:
         self.kv = kv  # [b, k, n, d], [b, k, n, e]
         self._message = message
 
-    def message(self, rows: RowSpans, to: Link | None, length: int | None = None) -> Message:
-        """A message of ``rows``, to be sent over ``to``; padded to ``length`` rows with zeros."""
+    def message(self, rows: RowSpans, to: Link | None, longest: int, *, padded: bool = False) -> Message:
+        """A message of ``rows``, to be sent over ``to``; ``padded`` with zeros to the ``longest`` shard."""
         full = rows.count == self.kv[0].shape[1]
         if full and self._message is not None:
             return self._message
-        message = Message(self.kv, length or rows.count, to=to)
+        message = Message(self.kv, longest if padded else rows.count, to=to, longest=longest)
         if message.rows > rows.count:
             message.flat.zero_()  # TORCH_NCCL_NAN_CHECK=1 looks at the padding too
         rows.copy_to(message.narrow(0, rows.count), self.kv)
@@ -172,12 +175,12 @@ class PeerToPeer:
         self, hop: Hop, sources: dict[int, KeyValues], link: Link | None
     ) -> tuple[dict[int, Message], Pending]:
         """Start a hop whose rows are in ``sources``, by owner. Returns the received messages, by peer."""
-        kv, outgoing = sources[self._plan.rank].kv, dict[int, Message]()
+        kv, outgoing, longest = sources[self._plan.rank].kv, dict[int, Message](), self._plan.longest
         for peer, transfers in hop.sent_by_peer.items():
             if len(transfers) == 1:
-                outgoing[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, link)
+                outgoing[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, link, longest)
                 continue
-            outgoing[peer] = Message(kv, _rows(transfers), to=link)
+            outgoing[peer] = Message(kv, _rows(transfers), to=link, longest=longest)
             for transfer, views in zip(transfers, _views(transfers, outgoing), strict=True):
                 transfer.sender_rows.copy_to(views, sources[transfer.owner].kv)
         return self._exchange(hop, outgoing, hop.received_by_peer, kv, link)
@@ -191,8 +194,10 @@ class PeerToPeer:
         link: Link | None,
     ) -> tuple[dict[int, Message], Pending]:
         """Exchange messages in the hop's rounds of peers. A message of this rank to itself is not sent."""
-        rank, size = self._plan.rank, self._plan.per_host
-        incoming = {p: outgoing[p] if p == rank else Message(like, _rows(x)) for p, x in receives.items()}
+        rank, size, longest = self._plan.rank, self._plan.per_host, self._plan.longest
+        incoming = {
+            p: outgoing[p] if p == rank else Message(like, _rows(x), longest=longest) for p, x in receives.items()
+        }
         index = mod if link is self.link else floordiv  # of a peer among the ranks of ``link``
         rounds = [
             exchange(
@@ -271,7 +276,7 @@ class Collectives:
 
     def _message(self, local: KeyValues) -> Tensor:
         """This rank's K/V, ``[elements]``."""
-        return local.message(RowSpans(((0, local.kv[0].shape[1]),)), self.link, self._plan.longest).flat
+        return local.message(RowSpans(((0, local.kv[0].shape[1]),)), self.link, self._plan.longest, padded=True).flat
 
     def _rows_of(self, transfer: Transfer, x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         """The rows of the transfer's owner in ``x [ranks of a host, hosts, elements]``."""

@@ -71,16 +71,23 @@ def one_rank(per_host: int) -> Iterator[Simulator]:
         dist.destroy_process_group()
 
 
-def attend(simulator: Simulator, layers: int = 2, mask: str = "full", restored: bool = False, **options: Any) -> None:
+def attend(
+    simulator: Simulator,
+    layers: int = 2,
+    mask: str | seqpar.Mask = "full",
+    tokens: int = 16 * WORLD,
+    layout: str = "zigzag",
+    restored: bool = False,
+    **options: Any,
+) -> None:
     """Forward and backward of some layers; ``restored`` makes the saved tensors anew before backward."""
     options = {"group": dist.group.WORLD, "backend": "simulated", **options}
-    tokens = 16 * WORLD
     masks = {
         "full": seqpar.Mask.full(),
         "causal": seqpar.Mask.causal(),
         "documents": seqpar.Mask.documents([0, 50, 60, tokens]),
     }
-    sharding = seqpar.Sharding(tokens, "zigzag", **{k: x for k, x in options.items() if k in ("mesh", "group")})
+    sharding = seqpar.Sharding(tokens, layout, **{k: x for k, x in options.items() if k in ("mesh", "group")})
     contexts: list[Any] = []
 
     def forward(*args: Any) -> Any:
@@ -97,9 +104,11 @@ def attend(simulator: Simulator, layers: int = 2, mask: str = "full", restored: 
         mock.patch("seqpar.strategies.operators._get_current_dispatch_mode", return_value=None),
     ):
         for _ in range(layers):
-            q, k, v = (torch.empty(1, 16, n, 4, device="cuda", dtype=torch.bfloat16) for n in (64, 32, 32))
+            q, k, v = (torch.empty(1, tokens // WORLD, n, 4, device="cuda", dtype=torch.bfloat16) for n in (64, 32, 32))
             simulator.run("projections", [], [q, k, v])
-            out = seqpar.attention(q, k, v, mask=masks[mask], sharding=sharding, **options)
+            out = seqpar.attention(
+                q, k, v, mask=masks[mask] if isinstance(mask, str) else mask, sharding=sharding, **options
+            )
             del q, k, v
             simulator.run("after attention", [out], [torch.empty_like(out)])
         while contexts:
@@ -127,6 +136,18 @@ CASES = [
     ("all_gather", "documents", 8), ("chunks", "full", 2), ("chunks", "causal", 2), ("ulysses", "causal", 8),
     ("hybrid", "causal", 8),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_new_masks_need_no_new_memory(strategy: str) -> None:
+    """Windows of 33 to 64 tokens, shards of 64: the messages of each window use the memory of the messages before."""
+    allocated = []
+    with one_rank(WORLD) as simulator:
+        for window in range(33, 65, 3):
+            mask = seqpar.Mask.causal(window=window)
+            attend(simulator, layers=1, mask=mask, tokens=64 * WORLD, layout="contiguous", **STRATEGIES[strategy])
+            allocated.append(simulator.allocated["messages"])
+    assert allocated[0] and len(set(allocated[1:])) == 1, allocated
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_copies_are_ordered_and_overlap_kernels() -> None:
         with fake_cuda(), simulated() as simulator:
             offload._copy_stream.cache_clear()
             _forward_and_backward(simulator, layers)
-            allocated[layers] = simulator.allocated
+            allocated[layers] = simulator.allocated.total()
             forward, backward = simulator.named("forward"), simulator.named("backward")
             copies = simulator.named("aten::copy_")
         to_host, copies_back = copies[: 2 * layers], copies[2 * layers :]
