@@ -5,19 +5,20 @@ results for the same bands, which are aligned to the bottom right corner, or wit
 treats queries without keys like the real kernel. With ``like_a_kernel`` it also rounds the probabilities and their
 gradients before they are multiplied, as the real kernel does. Otherwise it rounds only the results.
 
-The signatures are recorded: flash_attn_interface.py in flash-attn 2.8.3 and in its folder hopper, and
-flash_attn/cute/interface.py in flash-attn-4 4.0.0b36. The signatures of PyTorch's kernels are read from PyTorch.
+``tools/signatures.py`` has recorded the real signatures of several versions in ``signatures.json``.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -237,54 +238,8 @@ def as_in_flash_2(q_len: int, k_len: int, causal: bool, left: int, right: int) -
 
 # The fake kernels of each library
 
-# The parameters of the packages' private functions, in the words of ``inspect.signature``.
-SIGNATURES: dict[str, dict[str, str]] = {
-    "flash_attn.flash_attn_interface": {
-        "_flash_attn_forward": """q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right,
-            softcap, alibi_slopes, return_softmax""",
-        "_flash_attn_varlen_forward": """q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
-            softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-            return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False,
-            num_splits=0""",
-        "_flash_attn_backward": """dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal,
-            window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None""",
-        "_flash_attn_varlen_backward": """dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k,
-            max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap,
-            alibi_slopes, deterministic, rng_state=None, zero_tensors=False""",
-    },
-    "flash_attn_interface": {
-        "_flash_attn_forward": """q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None,
-            cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None,
-            max_seqlen_k=None, page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None,
-            seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False,
-            window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True,
-            scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0""",
-        "_flash_attn_backward": """dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None,
-            sequed_q=None, sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None,
-            softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            deterministic=False, sm_margin=0""",
-    },
-    "flash_attn.cute.interface": {
-        "_flash_attn_fwd": """q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None,
-            seqused_k=None, max_seqlen_q=None,
-            max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, causal=False,
-            softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None,
-            tile_mn=None, mma_pv_is_rs=None, intra_wg_overlap=None, num_threads=384, num_splits=1,
-            pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None,
-            return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, q_descale=None,
-            k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None,
-            seqlen_k_per_split=None, disable_scheduler_metadata=False, gather_bwd_recompute_p=False""",
-        "_flash_attn_bwd": """q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0,
-            window_size_left=None,
-            window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, pack_gqa=False,
-            num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False,
-            AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None,
-            cu_seqlens_k=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None,
-            deterministic=False, dq=None, dk=None, dv=None, score_mod=None, score_mod_bwd=None,
-            mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
-            learnable_sink=None""",
-    },
-}
+# By module and version, oldest first: the parameters of private functions, or for torch the schemas of operators.
+SIGNATURES: dict[str, dict[str, dict[str, str]]] = json.loads((Path(__file__).parent / "signatures.json").read_text())
 Arguments = dict[str, Any]
 
 
@@ -294,8 +249,8 @@ def with_parameters(parameters: str) -> Callable[..., Arguments]:
     return made
 
 
-def _module(name: str, body: Callable[[str, Arguments], Any]) -> ModuleType:
-    """A package whose functions call ``body`` with their name and their arguments by name."""
+def _module(name: str, version: str | None, body: Callable[[str, Arguments], Any]) -> ModuleType:
+    """A package, by default its newest version, whose functions call ``body`` with their name and arguments by name."""
     made = ModuleType(name)
 
     def add(function: str, bind: Callable[..., Arguments]) -> None:
@@ -305,7 +260,8 @@ def _module(name: str, body: Callable[[str, Arguments], Any]) -> ModuleType:
 
         setattr(made, function, call)
 
-    for function, parameters in SIGNATURES[name].items():
+    versions = SIGNATURES[name]
+    for function, parameters in versions[version or list(versions)[-1]].items():
         add(function, with_parameters(parameters))
     return made
 
@@ -319,7 +275,7 @@ def _write(o: Arguments, values: tuple[Tensor, ...]) -> Tensor:
     return torch.empty(0)
 
 
-def _flash_2(kernels: Kernels) -> ModuleType:
+def _flash_2(kernels: Kernels, version: str | None) -> ModuleType:
     def body(function: str, o: Arguments) -> Any:
         packed, backward = "varlen" in function, "backward" in function
         kernels.calls[("packed" if packed else "dense") + (" backward" if backward else "")] += 1
@@ -340,19 +296,19 @@ def _flash_2(kernels: Kernels) -> ModuleType:
         assert not o["return_softmax"]
         return (*found, torch.empty(0), torch.empty(2, dtype=torch.int64))
 
-    return _module("flash_attn.flash_attn_interface", body)
+    return _module("flash_attn.flash_attn_interface", version, body)
 
 
-def _flash_3(kernels: Kernels) -> ModuleType:
+def _flash_3(kernels: Kernels, version: str | None) -> ModuleType:
     def body(function: str, o: Arguments) -> Any:
         backward = "backward" in function
         kernels.calls["backward" if backward else "forward"] += 1
         kernels.check_dims("flash_attn_3", o["q"], o["k"], o["v"])
         cu, longest = (o["cu_seqlens_q"], o["cu_seqlens_k"]), (o["max_seqlen_q"], o["max_seqlen_k"])
         sizes = longest if cu[0] is not None else (o["q"].shape[1], o["k"].shape[1])
-        left, right = o["window_size_left"], o["window_size_right"]
+        left, right = o["window_size"] if "window_size" in o else (o["window_size_left"], o["window_size_right"])
         left, right = -1 if left >= sizes[1] - 1 else left, -1 if right >= sizes[0] - 1 else right
-        band = (left, 0) if o["is_causal" if backward else "causal"] else (left, right)
+        band = (left, 0) if o["is_causal" if "is_causal" in o else "causal"] else (left, right)
         names = ("q", "k", "v", "dout", "out", "softmax_lse") if backward else ("q", "k", "v")
         found = kernels.run(
             tuple(o[name] for name in names), cu, longest, band, o["softmax_scale"], o["softcap"], empty=False,
@@ -364,10 +320,10 @@ def _flash_3(kernels: Kernels) -> ModuleType:
         assert o["num_splits"] == 1
         return (*found, torch.empty(0), torch.empty(0))
 
-    return _module("flash_attn_interface", body)
+    return _module("flash_attn_interface", version, body)
 
 
-def _flash_4(kernels: Kernels) -> ModuleType:
+def _flash_4(kernels: Kernels, version: str | None) -> ModuleType:
     def body(function: str, o: Arguments) -> Any:
         backward = function == "_flash_attn_bwd"
         kernels.calls["backward" if backward else "forward"] += 1
@@ -392,7 +348,7 @@ def _flash_4(kernels: Kernels) -> ModuleType:
         assert o["return_lse"] and o["num_splits"] == 1
         return (*found, None, None)
 
-    return _module("flash_attn.cute.interface", body)
+    return _module("flash_attn.cute.interface", version, body)
 
 
 def from_blocks(q: Tensor, k: Tensor, mask_mod: Any, aux: list[Tensor], sparse: Any, backward: bool) -> Tensor:
@@ -433,9 +389,15 @@ def interval_mask(batch: int, head: int, query: Tensor, key: Tensor, seqlen_info
     return (key >= aux[0][batch, query]) & (key < aux[1][batch, query])
 
 
-def _operator(operator: Any, body: Callable[[Arguments], Any]) -> Callable[..., Any]:
-    """A function with the parameters of an operator of PyTorch that calls ``body`` with the arguments by name."""
-    parameters = operator._schema.arguments
+def _operator(operator: Any, version: str | None, body: Callable[[Arguments], Any]) -> Callable[..., Any]:
+    """A function with the parameters of an operator of PyTorch that calls ``body`` with the arguments by name.
+
+    It has the parameters of a recorded ``version``, by default of the installed PyTorch.
+    """
+    schema = operator._schema
+    if version is not None:
+        schema = torch._C.parse_schema(SIGNATURES["torch"][version][schema.name.removeprefix("aten::")])
+    parameters = schema.arguments
 
     def call(*args: Any, **kwargs: Any) -> Any:
         positional = [x.name for x in parameters if not x.kwarg_only][: len(args)]
@@ -447,7 +409,7 @@ def _operator(operator: Any, body: Callable[[Arguments], Any]) -> Callable[..., 
     return call
 
 
-def _torch_flash(kernels: Kernels) -> tuple[Any, Any]:
+def _torch_flash(kernels: Kernels, version: str | None) -> tuple[Any, Any]:
     def run(o: Arguments) -> tuple[Tensor, ...]:
         backward = "grad_out" in o
         q, k, v = o["query"], o["key"], o["value"]
@@ -465,10 +427,10 @@ def _torch_flash(kernels: Kernels) -> tuple[Any, Any]:
         found = kernels.run(tensors, cu, longest, band, o["scale"], 0.0, empty=True, no_keys=torch.inf)
         return found if backward else (*found, torch.empty(2), torch.empty(0), torch.empty(0))
 
-    return _operator(flash._forward, run), _operator(flash._backward, run)
+    return _operator(flash._forward, version, run), _operator(flash._backward, version, run)
 
 
-def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
+def _cudnn(kernels: Kernels, version: str | None, lse_dims: int) -> tuple[Any, Any]:
     graphs: dict[Any, Any] = {}  # of the backward, as in PyTorch: by the layouts of q, k and v
 
     def strides(x: Tensor) -> list[int]:
@@ -503,12 +465,12 @@ def _cudnn(kernels: Kernels, lse_dims: int) -> tuple[Any, Any]:
         lse = lse[..., None] if lse_dims == 4 else lse
         return out.transpose(1, 2), lse, None, None, q_len, k.shape[2], torch.empty(()), torch.empty(()), None
 
-    return _operator(cudnn._forward, run), _operator(cudnn._backward, run)
+    return _operator(cudnn._forward, version, run), _operator(cudnn._backward, version, run)
 
 
 @contextmanager
 def stand_ins(
-    like_a_kernel: bool = False, capability: tuple[int, int] = (9, 0), lse_dims: int = 4
+    like_a_kernel: bool = False, capability: tuple[int, int] = (9, 0), lse_dims: int = 4, **versions: str
 ) -> Iterator[Kernels]:
     """In the block, all libraries seem to be installed, and their backends run fake kernels on CPU tensors.
 
@@ -516,14 +478,17 @@ def stand_ins(
         like_a_kernel: whether the fake kernels round intermediate results as the real kernels do.
         capability: the compute capability of the simulated GPU.
         lse_dims: the number of dimensions of the lse that cuDNN returns, which depends on the version of PyTorch.
+        versions: by backend, the recorded version of its signatures; by default the newest, or the installed PyTorch.
     """
     kernels = Kernels(like_a_kernel, capability)
-    modules = {module.__name__: module for module in (_flash_2(kernels), _flash_3(kernels), _flash_4(kernels))}
+    packages = {"flash_attn": _flash_2, "flash_attn_3": _flash_3, "flash_attn_4": _flash_4}
+    made = [make(kernels, versions.get(name)) for name, make in packages.items()]
+    modules = {module.__name__: module for module in made}
     modules |= {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
     sparse: Any = ModuleType("flash_attn.cute.block_sparsity")
     sparse.BlockSparseTensorsTorch = BlockSparseTensorsTorch
-    flash_forward, flash_backward = _torch_flash(kernels)
-    cudnn_forward, cudnn_backward = _cudnn(kernels, lse_dims)
+    flash_forward, flash_backward = _torch_flash(kernels, versions.get("flash"))
+    cudnn_forward, cudnn_backward = _cudnn(kernels, versions.get("cudnn"), lse_dims)
     flash._load.cache_clear()
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(sys.modules, {**modules, sparse.__name__: sparse}))

@@ -100,10 +100,11 @@ class PackageBackend(LibraryBackend):
         return None
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> Any:
-        """Call a function of the module with the arguments that its signature has."""
+        """Call a function of the module with the arguments that its signature has, and None where it has no default."""
         found = getattr(_load(self.module, self.install, self.repository), function)
         known = _parameters(found)
-        return found(*tensors, **{name: value for name, value in arguments.items() if name in known})
+        rest = {name: arguments.get(name) for name in list(known)[len(tensors) :] if name in arguments or known[name]}
+        return found(*tensors, **rest)
 
     def arguments(self, options: Options) -> dict[str, Any]:
         """The arguments that the functions of some version take."""
@@ -164,7 +165,10 @@ class FlashAttention3Backend(PackageBackend):
     module = "flash_attn_interface"
     install = "build the folder hopper of github.com/Dao-AILab/flash-attention"
     repository = "kernels-community/flash-attn3"
-    required: ClassVar = {"_flash_attn_forward": ("softmax_scale",), "_flash_attn_backward": ("softmax_lse",)}
+    required: ClassVar = {
+        "_flash_attn_forward": ("cu_seqlens_q", "softcap", "num_splits"),
+        "_flash_attn_backward": ("cu_seqlens_q", "softcap", "deterministic"),
+    }
     capabilities = (9,)
 
     def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
@@ -291,8 +295,9 @@ def _load_from_hub(module: str, repository: str) -> ModuleType | str:
 
 
 @lru_cache(maxsize=64)
-def _parameters(function: Callable[..., Any] | None) -> tuple[str, ...]:
-    """The names of a function's arguments; none without a function."""
+def _parameters(function: Callable[..., Any] | None) -> dict[str, bool]:
+    """The names of a function's arguments, and whether each has no default; none without a function."""
     if function is None:
-        return ()
-    return tuple(inspect.signature(getattr(function, "_init_fn", function)).parameters)  # of a torch custom operator
+        return {}
+    signature = inspect.signature(getattr(function, "_init_fn", function))  # of a torch custom operator
+    return {name: parameter.default is parameter.empty for name, parameter in signature.parameters.items()}
