@@ -136,13 +136,10 @@ def links_of(placement: Placement, device: torch.device) -> Links:
     return links
 
 
-def new_message(numel: int, like: Tensor, link: Link | None, room: int = 0) -> Tensor:
-    """An empty message, ``[numel]``, to be sent over ``link``. Do not write to it after it has been sent.
-
-    Its memory has room for at least ``room`` elements. If most sizes are equal, a caching allocator finds memory again.
-    """
+def new_message(numel: int, like: Tensor, link: Link | None) -> Tensor:
+    """An empty message, ``[numel]``, to be sent over ``link``. Do not write to it after it has been sent."""
     if link is None or link.memory is None:
-        return like.new_empty(max(numel, room))[:numel]
+        return like.new_empty(numel)
     return link.memory.empty(numel, like.dtype)
 
 

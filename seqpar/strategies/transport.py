@@ -46,8 +46,13 @@ class Message:
         self.rows = rows
         if flat is None:
             numel = sum(map(prod, self._shapes))
-            room = longest >> (longest // rows).bit_length() - 1 if 0 < rows < longest else rows
-            flat = new_message(numel, like[0], to, numel // max(rows, 1) * room)
+            if to is not None and to.memory is not None:
+                flat = new_message(numel, like[0], to)
+            elif 0 < rows < longest:
+                room = longest >> (longest // rows).bit_length() - 1
+                flat = like[0].new_empty(numel // rows * room)[:numel]
+            else:
+                flat = like[0].new_empty(numel)
         self.flat = flat
 
     @cached_property
