@@ -26,16 +26,26 @@ def matmul_float32(x: Tensor, weight: Tensor) -> Tensor:
     dtype = sum_dtype(x)
     if x.dtype == dtype:
         return x @ weight
-    if x.device.type == "cuda" and torch.version.hip is None:  # the GEMM accumulates in float32 and can return it
+    if _returns_float32(x):
         y: Tensor = torch.mm(x.flatten(0, 1), weight, out_dtype=dtype).unflatten(0, x.shape[:2])
         return y
     return x.to(dtype) @ weight.to(dtype)
 
 
 def add_weight_gradient(dweight: Tensor, dout: Tensor, x: Tensor) -> None:
-    """Add ``dout^T x`` over all tokens: ``dout [b, t, out]``, ``x [b, t, in]``, ``dweight [out, in]``."""
+    """Add ``dout^T x`` over all tokens: ``dout [b, t, out]``, ``x [b, t, in]``, ``dweight [out, in]``.
+
+    In half precision, the product is rounded to the dtype of x before it is added, except on NVIDIA GPUs.
+    """
     dout, x = dout.flatten(0, 1).t(), x.flatten(0, 1)
     if dweight.dtype == x.dtype:
         dweight.addmm_(dout, x)
+    elif _returns_float32(x):
+        dweight += torch.mm(dout, x, out_dtype=dweight.dtype)
     else:
         dweight += dout @ x
+
+
+def _returns_float32(x: Tensor) -> bool:
+    """Whether a GEMM of half precision, which accumulates in float32, can return float32."""
+    return x.device.type == "cuda" and torch.version.hip is None

@@ -18,9 +18,11 @@ from seqpar.layout import LAYOUTS, Layout
 from seqpar.placement import ParallelContext
 from seqpar.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
+from seqpar.strategies.gemm import add_weight_gradient, matmul_float32
 from seqpar.strategies.sequence_chunks import SequenceChunks, check_overlap, rows_in_rank_order
 from seqpar.strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
 
+from ..fake_cuda import fake_cuda
 from ..live_bytes import LiveBytes
 from ..pool import Pool, on_ranks
 
@@ -152,3 +154,29 @@ def test_messages_of_a_gpu_are_not_small(width: int, device: str, overlap: str, 
         assert chunks.overlap_for(x, width) == overlap
         assert {len(pieces) for pieces in chunks.pieces(x, width)} == {messages}
     check_overlap("auto", None, chunks.rows, CPU)
+
+
+SHAPES = ((2, 8, 16), (4, 16), (2, 8, 4))  # x [b, t, in], weight [out, in], dout [b, t, out]
+
+
+class Gemms(TorchDispatchMode):
+    """Records the dtypes that GEMMs return."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtypes: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "mm" in func._schema.name:
+            self.dtypes.append(result.dtype)
+        return result
+
+
+def test_gemms_on_a_gpu_return_float32() -> None:
+    """Partial sums in bfloat16 are not rounded before they are added."""
+    with fake_cuda(), Gemms() as gemms:
+        x, weight, dout = (torch.empty(*shape, device="cuda", dtype=torch.bfloat16) for shape in SHAPES)
+        assert matmul_float32(dout, weight).shape == x.shape
+        add_weight_gradient(torch.zeros_like(weight, dtype=torch.float32), dout, x)
+    assert gemms.dtypes == [torch.float32] * 2
