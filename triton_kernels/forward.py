@@ -202,7 +202,7 @@ def forward_kernel(
         m = m_new
     seen = l > 0.0
     l = tl.where(seen, l, 1.0)  # a row that saw no key: 0 / 1, not 0 / 0
-    acc = acc / l[:, None]
+    acc = acc * (1.0 / l)[:, None]
     store_rows(OUT, acc, q_start, CV, BLOCK_M)
     lse = tl.where(seen, (m + tl.log2(l)) * LN2, float("-inf"))
     tl.store(LSE + row, lse, mask=row < q_len)
