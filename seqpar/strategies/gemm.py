@@ -41,7 +41,7 @@ def add_weight_gradient(dweight: Tensor, dout: Tensor, x: Tensor) -> None:
     if dweight.dtype == x.dtype:
         dweight.addmm_(dout, x)
     elif _returns_float32(x):
-        dweight += torch.mm(dout, x, out_dtype=dweight.dtype)
+        torch.addmm(dweight, dout, x, out_dtype=dweight.dtype, out=dweight)
     else:
         dweight += dout @ x
 
