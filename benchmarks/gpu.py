@@ -314,6 +314,7 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
             for name in every if dtype != "float32" else every[:2]:
                 what = f"values of {name}, {dtype}, head_dim {head_dim}"
                 yield Task("checks", what, 20, "check_values", (False, name, dtype, head_dim), alone=False)
+    yield Task("checks", "GEMMs that return float32", 5, "check_gemms", (False,), alone=False)
     for name in every:
         yield Task("checks", f"strides, {name}", 10, "check_strides", (False, name), alone=False)
         yield Task("checks", f"two streams, {name}", 10, "check_streams", (False, name), alone=False)
@@ -350,6 +351,7 @@ def _smoke_tasks(backends: Sequence[str]) -> Iterator[Task]:
         *(("checks", "check_contact", (kernel, "triton", *shape)) for kernel in ("forward", "carry", "backward")),
         *(("checks", "check_values", (name, "float16", 32)) for name in backends),
         *(("checks", function, ("triton",)) for function in ("check_strides", "check_streams", "check_large")),
+        ("checks", "check_gemms", ()),
         ("kernels", "measure_speed", (backends, 64, 64, 2, 1, True, True)),
         ("kernels", "measure_carry", (64, 32)),
         ("kernels", "measure_elementwise", ()),

@@ -24,6 +24,7 @@ from seqpar.kernels.library import LibraryBackend
 from seqpar.kernels.triton import TritonBackend
 from seqpar.mask import Mask
 from seqpar.schedule.rows import KeyIntervals
+from seqpar.strategies.gemm import add_weight_gradient, matmul_float32
 from tests.reference import Rule, Rules, combined_mask, dense_gradients, visible_pairs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -298,6 +299,30 @@ def check_streams(rows: Rows, smoke: bool, name: str) -> None:
 
     if supports(rows, what, backend, inputs[0][0], inputs[0][1], score):
         add_check(rows, what, backend, 4 * times, dtype, run)
+
+
+def check_gemms(rows: Rows, smoke: bool) -> None:
+    """The GEMMs of tp_sp that return float32, and add to it, from half precision. On a CPU, float32 ones."""
+    what, (tokens, wide, narrow) = "GEMMs that return float32", (8, 6, 4) if smoke else (4096, 3072, 1024)
+    dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+
+    def run() -> dict[str, float]:
+        x, weight, dout = (
+            normal(*shape, dtype=dtype) for shape in ((2, tokens, narrow), (wide, narrow), (2, tokens, wide))
+        )
+        start = normal(wide, narrow, dtype=torch.float32)
+        dweight = start.clone()
+        add_weight_gradient(dweight, dout, x)
+        exact = {
+            "dx": dout.double() @ weight.double(),
+            "dweight": start.double() + dout.double().flatten(0, 1).T @ x.double().flatten(0, 1),
+        }
+        found = {"dx": matmul_float32(dout, weight), "dweight": dweight}
+        return {name: float((found[name].double() - y).norm() / y.norm()) for name, y in exact.items()}
+
+    if (errors := rows.attempt(what, run)) is not None:
+        passed = all(error < LIMIT[torch.float32] for error in errors.values())
+        rows.add("check", what, errors=errors, ran={}, passed=passed)
 
 
 def two_shapes(rows: Rows) -> None:
