@@ -18,6 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import Config
 
+if knobs.runtime.interpret:
+    # Triton imports it at the first launch. The interpreter has then replaced functions whose signatures it reads, and
+    # Python 3.10 knows no signature of what replaces them.
+    import triton.experimental.gluon
+
 
 @dataclass(frozen=True)
 class Launch:
