@@ -52,7 +52,7 @@ TESTED: dict[str, tuple[str, str, str]] = {
     "Python": ("3.10", "3.13", ""),
     "torch": ("2.11", "2.15", ""),
     "triton": ("3.6", "3.9", ""),
-    "transformers": ("5.19", "5.24", "hf"),
+    "transformers": ("5.23", "5.24", "hf"),
     "accelerate": ("1.12", "1.15", "hf"),
     "peft": ("0.18", "0.21", "hf"),
 }

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 try:
     import transformers as _transformers
 except ImportError as error:
-    raise ImportError("seqpar.hf requires transformers 5.19: pip install 'seqpar[hf]'") from error
-if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 19):
+    raise ImportError("seqpar.hf requires transformers 5.23 and Python 3.11: pip install 'seqpar[hf]'") from error
+if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 23):
     raise ImportError(
-        f"seqpar.hf requires transformers 5.19 or later, but {_transformers.__version__} is installed: "
-        "pip install --upgrade 'seqpar[hf]'"
+        f"seqpar.hf requires transformers 5.23 or later, but {_transformers.__version__} is installed: "
+        "pip install --upgrade 'seqpar[hf]', on Python 3.11 or later"
     )
 
 from ..verification import VerificationError

@@ -23,7 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import masking_utils
-from transformers.masking_utils import and_masks, or_masks, packed_sequence_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    or_masks,
+    packed_sequence_mask_function,
+    remap_positions_for_packed_sequence,
+)
 
 from ..checks import check_inputs, no_compile
 from ..kernels.base import Score
@@ -47,8 +52,7 @@ WITHOUT_HOOKS = (
 # The code of the functions that transformers combines into a mask.
 _AND, _OR = and_masks().__code__, or_masks().__code__
 _PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
-_remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # from transformers 5.23 on
-_REMAP = _remap and _remap(None, None).__code__
+_REMAP = remap_positions_for_packed_sequence(None, None).__code__
 _COMPLETE: LayerMask = (False, None, None)  # of a mask to which the layer adds nothing
 _RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends of its interval
 
@@ -194,7 +198,7 @@ def _unpacked(function: MaskFunction) -> MaskFunction:
         return _unpacked(parts[0])
     if code == _AND:
         others = [part for part in parts if _code(part) != _PACKED]
-        if len(others) == 1 and _REMAP in (None, *map(_code, (*others, *_parts(others[0])))):
+        if len(others) == 1 and _REMAP in map(_code, (*others, *_parts(others[0]))):
             return _unpacked(others[0])
     combine = {_AND: and_masks, _OR: or_masks}.get(code)
     return combine(*map(_unpacked, parts)) if combine else function

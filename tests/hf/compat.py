@@ -21,7 +21,7 @@ TESTS = ("tests/hf/test_full_batch.py", "tests/hf/test_loss.py", "tests/hf/test_
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 CPU_INDEX = os.environ.get("CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 SETS = {
-    "oldest": ("transformers==5.19.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"),
+    "oldest": ("transformers==5.23.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"),
     "newest": ("transformers", "accelerate", "peft", "trl"),
 }
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
+from transformers import __version__ as transformers_version
 
 import seqpar
 import seqpar.hf
@@ -28,6 +29,8 @@ from ..pool import Pool, on_ranks
 from .workers import VOCAB, tiny
 
 pytestmark = pytest.mark.slow
+# The argument of models that takes the cache.
+CACHE = "past_key_values" if transformers_version.startswith("5.23") else "cache"
 GENERATIVE = ("llama", "mistral", "gemma2", "gpt_oss", "qwen3_moe", "llama4", "deepseek_v3")
 
 
@@ -75,11 +78,11 @@ def cached(group: ProcessGroup, kind: str) -> tuple[list[int], int, int, int]:
     """The number of this rank's keys in each layer, the length, and the bytes and backend calls of one more token."""
     model = seqpar.hf.parallelize(model_of(kind), group=group)
     cache = DynamicCache(config=model.config)
-    model.generate(**prompt("plain"), do_sample=False, cache=cache, **LONG)
+    model.generate(**prompt("plain"), do_sample=False, **{CACHE: cache}, **LONG)
     held = [layer.keys.shape[2] for layer in cache.layers]
     length = cache.get_seq_length()
     with torch.no_grad(), trace() as t:
-        model(input_ids=torch.tensor([[5], [6]]), cache=cache)
+        model(input_ids=torch.tensor([[5], [6]]), **{CACHE: cache})
     assert cache.get_seq_length() == length + 1
     return held, length, t.bytes_sent, t.backends["cpu"]
 
@@ -128,10 +131,10 @@ def test_decode_does_not_copy_the_cache(dtype: torch.dtype, backend: BackendName
     cache = DynamicCache(config=model.config)
     ids = torch.randint(3, VOCAB, (1, 5000), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model(input_ids=ids, cache=cache, logits_to_keep=1)
-        model(input_ids=ids[:, :1], cache=cache)  # allocates the cache's spare capacity
+        model(input_ids=ids, **{CACHE: cache}, logits_to_keep=1)
+        model(input_ids=ids[:, :1], **{CACHE: cache})  # allocates the cache's spare capacity
         with Allocations() as made:
-            model(input_ids=ids[:, :1], cache=cache)
+            model(input_ids=ids[:, :1], **{CACHE: cache})
     keys = cache.layers[0].keys
     assert keys.dtype == dtype and keys.shape[2] == 5002
     assert 0 < made.largest < keys.nbytes // 2
@@ -163,9 +166,9 @@ def continued(group: ProcessGroup, gathered_bytes: int) -> tuple[float, int, int
     cache = DynamicCache(config=model.config)
     try:
         with torch.no_grad():
-            model(input_ids=tokens[:, :1200], cache=cache, logits_to_keep=1)
+            model(input_ids=tokens[:, :1200], **{CACHE: cache}, logits_to_keep=1)
             with trace() as t, Allocations() as made:
-                logits = model(input_ids=tokens[:, 1200:], cache=cache).logits
+                logits = model(input_ids=tokens[:, 1200:], **{CACHE: cache}).logits
             expected = reference(input_ids=tokens).logits[:, 1200:]
     finally:
         decoding._GATHERED_BYTES = before
@@ -190,9 +193,9 @@ def test_cache_after_inference_mode() -> None:
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
         for part in ids[:, :20], ids[:, 20:21], ids[:, 21:22]:
-            model(input_ids=part, cache=cache)
+            model(input_ids=part, **{CACHE: cache})
     with torch.no_grad():
-        logits = model(input_ids=ids[:, 22:], cache=cache).logits
+        logits = model(input_ids=ids[:, 22:], **{CACHE: cache}).logits
         expected = reference(input_ids=ids).logits[:, 22:]
     assert float((logits - expected).abs().max()) < 2e-5
 
@@ -207,11 +210,11 @@ def forwards(group: ProcessGroup) -> list[float]:
     with torch.no_grad():
         expected = reference(input_ids=tokens).logits
         cache = DynamicCache()
-        first = model(input_ids=tokens[:, :17], cache=cache, use_cache=True).logits
+        first = model(input_ids=tokens[:, :17], **{CACHE: cache}, use_cache=True).logits
         errors.append(float((first - expected[:, :17]).abs().max()))
-        errors.append(float((model(input_ids=tokens[:, 17:], cache=cache).logits - expected[:, 17:]).abs().max()))
+        errors.append(float((model(input_ids=tokens[:, 17:], **{CACHE: cache}).logits - expected[:, 17:]).abs().max()))
         cache.crop(-3)
-        again = model(input_ids=tokens[:, 20:], cache=cache).logits
+        again = model(input_ids=tokens[:, 20:], **{CACHE: cache}).logits
         errors.append(float((again - expected[:, 20:]).abs().max()))
         made = model(input_ids=tokens, use_cache=True, logits_to_keep=4)
         errors.append(float((made.logits - expected[:, -4:]).abs().max()))
