@@ -39,7 +39,7 @@ test-fast: $(READY)
 gate: $(READY)
 	$(BIN)/python tools/gate.py --what all
 
-# The core Hugging Face tests with the oldest and the newest versions of transformers, accelerate, peft and TRL, each in
+# All Hugging Face tests with the oldest and the newest versions of transformers, accelerate, peft and TRL, each in
 # an environment of its own. Writes the table in docs/huggingface.md.
 compat: $(READY)
 	TORCH="$(TORCH)" CPU_INDEX="$(CPU_INDEX)" $(BIN)/python tests/hf/compat.py

@@ -1,4 +1,4 @@
-"""``make compat``: runs the core tests of ``seqpar.hf`` with the oldest and newest versions of its dependencies.
+"""``make compat``: runs all tests of ``seqpar.hf`` with the oldest and newest versions of its dependencies.
 
 Each set of versions has an environment of its own in .compat/. The results are written to a table in
 docs/huggingface.md.
@@ -17,9 +17,10 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "huggingface.md"
 BEGIN, END = "<!-- make compat -->", "<!-- /make compat -->"
 PACKAGES = ("transformers", "accelerate", "peft", "trl", "torch")
-TESTS = ("tests/hf/test_full_batch.py", "tests/hf/test_loss.py", "tests/hf/test_accelerate.py")
+TESTS = ("--numprocesses", "2", "--dist", "loadfile", "tests/hf")
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 CPU_INDEX = os.environ.get("CPU_INDEX", "https://download.pytorch.org/whl/cpu")
+NEEDED = ("datasets", "hypothesis", "pytest", "pytest-xdist", "torchdata", "triton")
 SETS = {
     "oldest": ("transformers==5.23.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"),
     "newest": ("transformers", "accelerate", "peft", "trl"),
@@ -36,7 +37,7 @@ def python_of(name: str, versions: tuple[str, ...]) -> Path:
     # As in the Makefile, torch is installed first: the CPU build if its index can be reached.
     subprocess.run([*pip, "--retries", "0", "--timeout", "15", "--index-url", CPU_INDEX, TORCH], check=False)
     subprocess.run([*pip, TORCH], check=True)
-    subprocess.run([*pip, "--editable", ".", "hypothesis", "pytest", "triton", *versions], cwd=ROOT, check=True)
+    subprocess.run([*pip, "--editable", ".", *NEEDED, *versions], cwd=ROOT, check=True)
     return python
 
 
