@@ -77,12 +77,16 @@ def _recipe() -> dict[str, Any]:
     }
 
 
+def _begins_recipe(source: str) -> bool:
+    return "parallelize(model" in source or "ParallelismConfig(" in source
+
+
 def run_page(page: str) -> None:
     """Run a page's blocks. A traceback shows the line of the page."""
     namespace: dict[str, Any] = {"__name__": "page"}
     try:
         for line, source in _blocks(page):
-            if "parallelize(model" in source or "ParallelismConfig(" in source:  # a recipe begins, with its own model
+            if _begins_recipe(source):  # with its own model
                 namespace.update(_recipe())
             exec(compile("\n" * line + source, ROOT / page, "exec"), namespace)
     finally:
@@ -102,6 +106,8 @@ def _run_page_in(folder: Path, page: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page) and page != "docs/recipes.md"])
 def test_a_page_runs(pool: Pool, own: OwnPool, page: str, tmp_path: Path) -> None:
+    if any(_begins_recipe(source) for _, source in _blocks(page)):
+        pytest.importorskip("accelerate")
     if ranks := RANKS.get(page, 4):
         (pool if ranks == 8 else own.pool).run(ranks, _run_page_worker, page, deadline_s=120)
         return

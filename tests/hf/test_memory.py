@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+
+import transformers
+from peft import LoraConfig, get_peft_model
 
 import seqpar.hf
 from seqpar import Memory

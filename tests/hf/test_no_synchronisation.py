@@ -8,6 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+pytest.importorskip("transformers")
+
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqpar

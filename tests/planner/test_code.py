@@ -53,6 +53,7 @@ def printed(plan: seqpar.Plan, choice: Choice) -> str:
 
 @pytest.mark.slow
 def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
     from .run_code import batch_of, norm, run_printed, transformer
 
     monkeypatch.setattr("seqpar.planner.code.TILE_TOKENS", 8)
