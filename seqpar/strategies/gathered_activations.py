@@ -1,8 +1,8 @@
 """FastSeq: all-gather hidden states instead of keys and values, and project the hidden states of all ranks to K/V.
 
-NUS HPC-AI Lab, OpenDiT, 2024. Context parallelism sends the keys and values of each token, ``2 d_kv`` numbers. They are
+NUS HPC-AI Lab, OpenDiT, 2024. Context parallelism sends the keys and values of each token, ``2 n d`` numbers. They are
 computed from the token's hidden state, ``hidden`` numbers. With as many KV heads as query heads, ``hidden`` is half of
-``2 d_kv``. The price is that every rank projects the tokens of all ranks.
+``2 n d``. The price is that every rank projects the tokens of all ranks.
 
 [Note: overlap] Rank 1 of 4; chunk r holds the hidden states of rank r. The transfers start before the query projection,
 and a chunk is projected while the next chunk is received. Attention then runs over all keys and sends nothing. In
@@ -23,8 +23,8 @@ partial gradient of the keys and values of all ranks, and hence of all hidden st
 sent in float32, summed by the rank that holds the tokens, and rounded once. The gradients of the weights are partial,
 as under every other strategy.
 
-Bytes sent per rank of P, under any mask: (P-1)/P * N * hidden * e forward; backward the same again, and partial
-gradients of the hidden states in float32, (P-1)/P * N * hidden * 4.
+Elements sent per rank of P, N tokens, any mask: (P-1)/P * N * hidden in forward. Backward sends as many again, and as
+many partial gradients of the hidden states, in float32.
 
 Shapes: b batch, s tokens of this rank, t tokens of all ranks, h query heads, n KV heads, d head_dim.
 """

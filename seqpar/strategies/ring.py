@@ -25,10 +25,11 @@ An all-gather (``comm="all_gather"``) is one remote step. If every rank needs al
 gradients return by a reduce-scatter. Otherwise its messages are exchanged between pairs of ranks. Over several hosts,
 messages have two hops. ``seqpar.schedule`` orders the messages and ``transfers.py`` sends them.
 
-Bytes sent per rank of P, forward, full mask: (P-1)/P * N * 2 d_kv * e. Backward sends K/V again, and dk, dv in float32.
+Elements sent per rank of P, forward, full mask, N tokens: (P-1)/P * N * n * (d + e). Backward sends K/V again, and
+dk and dv in float32.
 
 Shapes: b batch, q queries of this rank, k keys of a step, h query heads, n KV heads, d head_dim of q and k, e head_dim
-of v. In the formula of bytes, 2 d_kv is the number of elements of k and v together for one token.
+of v.
 """
 
 from __future__ import annotations

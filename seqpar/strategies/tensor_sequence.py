@@ -22,8 +22,8 @@ in float32 by the rank that keeps them, and rounded once.
     send y       |                  | chunk 2, to 2 .  | chunk 3, to 3 .  | chunk 0, to 0 .  |
     receive y    |                  | chunk 1, from 0  | chunk 1, from 3  | chunk 1, from 2  |
 
-Bytes sent per rank of P: (P-1)/P * N * hidden * e for the all-gather, and as many for the reduce-scatter. Backward
-sends the same again, and all-gathers the input once more, because autograd does not keep the gathered input.
+Elements sent per rank of P, N tokens: (P-1)/P * N * hidden for the all-gather, and as many for the reduce-scatter.
+Backward sends the same again, and all-gathers the input once more, because autograd does not keep the gathered input.
 
 ``sequence_chunks.py`` sends and receives the chunks, and ``tensor_operators.py`` makes operators of these functions.
 Shapes: b batch, s tokens of this rank, t tokens of all ranks.

@@ -30,10 +30,9 @@ are. Autograd therefore keeps the sequence shards of k and v, which shrink with 
 exchanges them again, together with dout. If no two ranks read the same KV head, head shards of k and v take no more
 memory than sequence shards, and autograd keeps the head shards.
 
-Bytes sent per rank of P: (P-1)/P^2 * N * (2 d + 2 d_kv) * e, forward and backward. If every KV head is read by r ranks:
-(P-1)/P^2 * N * (2 d + 2 r d_kv) * e forward, and in backward (P-1)/P^2 * N * 2 r d_kv * 4 more. In these formulas, 2 d
-is the number of elements of q and out for one token, and 2 d_kv counts k and v. With more ranks than query heads, some
-ranks have no work (use ``hybrid``).
+Elements sent per rank of P, N tokens: (P-1)/P^2 * N * (h + n) * (d + e), in forward and in backward. If r ranks read
+each KV head, it is h + r n instead of h + n, and backward sends (P-1)/P^2 * N * r n * (d + e) more, in float32. With
+more ranks than query heads, some ranks have no work (use ``hybrid``).
 
 ``head_exchange.py`` holds the all-to-all, and decides which heads each rank receives.
 
