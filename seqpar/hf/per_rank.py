@@ -95,6 +95,10 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
         yield
 
 
+# Plain numbers that may differ between the ranks.
+_NUMBERS = ("num_items_in_batch", "logits_to_keep")
+
+
 class _Header(NamedTuple):
     """A rank's batch, ``rows`` rows of ``seq_len`` tokens."""
 
@@ -132,6 +136,8 @@ def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup)
         received = all_gather(x.reshape(-1), sizes, 0, group).split(sizes)
         for batch, values, shape in zip(batches, received, shapes, strict=True):
             batch[name] = values.view(shape)
+            if name == "logits_to_keep" and not shape:  # a number of tokens, not their indices
+                batch[name] = int(values)
     return [(batch, header.seed) for batch, header in zip(batches, headers, strict=True)]
 
 
@@ -162,8 +168,8 @@ class _Arguments:
                     f"{name}: not supported with batches='per_rank'; give position_ids that restart at each document "
                     "instead"
                 )
-            if name == "num_items_in_batch":
-                x = torch.as_tensor(x)  # plain values must be the same on every rank, but this number may differ
+            if name in _NUMBERS:
+                x = torch.as_tensor(x)  # plain values must be the same on every rank, but these numbers may differ
             if name == "position_ids" and isinstance(x, Tensor) and x.dim() <= 2:
                 x = x.expand(self.rows, -1)
             if isinstance(x, Tensor):

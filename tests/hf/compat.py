@@ -22,7 +22,7 @@ TORCH = os.environ.get("TORCH", "torch==2.13.0")
 CPU_INDEX = os.environ.get("CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 NEEDED = ("datasets", "hypothesis", "pytest", "pytest-xdist", "torchdata", "triton")
 SETS = {
-    "oldest": ("transformers==5.23.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.0.0"),
+    "oldest": ("transformers==5.23.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.9.0"),
     "newest": ("transformers", "accelerate", "peft", "trl"),
 }
 
