@@ -30,6 +30,7 @@ import os
 import weakref
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
@@ -232,7 +233,14 @@ def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
     These trainers compute rewards and statistics for the samples of each process, and would count equal samples twice.
     """
     names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
-    return bool(names) and "SFTTrainer" not in names
+    if not names or "SFTTrainer" in names:
+        return False
+    if tuple(map(int, (installed := version("trl")).split(".")[:2])) < (1, 9):
+        raise ImportError(
+            f"{type(trainer).__name__} requires TRL 1.9 or later with sequence parallelism, but {installed} is "
+            "installed: KTO's loss and GRPO's KL divergence would not be one device's; pip install --upgrade trl"
+        )
+    return True
 
 
 def divides_by_tp_size(trainer: Trainer) -> bool:

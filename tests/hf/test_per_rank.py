@@ -308,8 +308,11 @@ def test_trainer_that_needs_batches_per_rank(own: OwnPool, fsdp: bool) -> None:
     assert own.pool.run(2, batches_of_trainer, own.port, fsdp, expected) == [[0, 2, 4], [1, 3, 5]]
 
 
-def test_which_trainers_need_batches_per_rank() -> None:
+def test_which_trainers_need_batches_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     trl_sft: Any = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
     for cls, needs in ((PreferenceTrainer, True), (trl_sft, False), (transformers.Trainer, False)):
         assert _needs_per_rank_batches(cls.__new__(cls)) is needs
     assert not _needs_per_rank_batches(None)
+    monkeypatch.setattr("seqpar.hf.accelerate.version", lambda package: "1.8.0")
+    with pytest.raises(ImportError, match=r"PreferenceTrainer requires TRL 1\.9"):
+        _needs_per_rank_batches(PreferenceTrainer.__new__(PreferenceTrainer))
