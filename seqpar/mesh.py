@@ -22,8 +22,8 @@ from .rendezvous import group_timeout, is_simulated, store_all_gather
 from .startup import check_timeout, start_process_group, started_ranks
 
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
-# Names under which a mesh keeps its flattened dimensions: ring x ulysses, and ring x ulysses x tp.
-_SEQUENCE, _SEQUENCE_TP = "sequence", "sequence_tp"
+# The dimensions of a mesh of the caller's own over which a loss and its gradients are averaged.
+_AVERAGED = (*DIMENSIONS, "dp_replicate", "dp_shard")
 # By mesh and names of dimensions: the group. Slicing a mesh takes a tenth of a millisecond, which calls avoid.
 _mesh_groups: MutableMapping[DeviceMesh, dict[tuple[str, ...], ProcessGroup]] = WeakIdKeyDictionary()
 
@@ -97,8 +97,8 @@ def init_mesh(
     _agree_on_mesh((device_type, *shape))
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
     # Flattening makes process groups, which is collective. So it is done here, not in the first call that needs one.
-    mesh["ring", "ulysses"]._flatten(_SEQUENCE)
-    mesh["ring", "ulysses", "tp"]._flatten(_SEQUENCE_TP)
+    for names in (("ring", "ulysses"), ("ring", "ulysses", "tp"), ("dp", "ring", "ulysses")):
+        dimension_group(mesh, names)
     return mesh
 
 
@@ -243,22 +243,53 @@ def sequence_group(
     names, all_names = _sequence_dimensions(mesh), mesh.mesh_dim_names or ()
     one_rank = all(mesh.size(all_names.index(name)) == 1 for name in names)
     if "tp" in all_names and (strategy == "tp_sp" or one_rank):
-        return _dimension_group(mesh, (*names, "tp"))
+        return dimension_group(mesh, (*names, "tp"))
     return context_group(mesh)
 
 
 def context_group(mesh: DeviceMesh) -> ProcessGroup:
     """The mesh's ring and ulysses dimensions together, without tp under every strategy."""
-    return _dimension_group(mesh, _sequence_dimensions(mesh))
+    return dimension_group(mesh, _sequence_dimensions(mesh))
 
 
-def _dimension_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
-    """The group of one of the mesh's dimensions, or of several together. Cached by the mesh's identity."""
+def averaged_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
+    """The dimensions of ``mesh`` over which losses and gradients are averaged: all of them.
+
+    Raises:
+        ValueError: the ranks along a dimension may have other parameters, as pipeline stages do.
+    """
+    names = mesh.mesh_dim_names or ()
+    if other := [name for name in names if name not in _AVERAGED]:
+        known = tuple(name for name in names if name in _AVERAGED)
+        raise ValueError(
+            f"mesh: its dimensions are {names}; it is not known whether the ranks along {other[0]!r} hold the same "
+            f"parameters; pass the part of the mesh whose ranks do, such as mesh[{', '.join(map(repr, known))}]"
+        )
+    return names
+
+
+def all_ranks_group(mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
+    """The ranks whose mean loss is the objective: all ranks of ``mesh``, or ``group``, or the default group."""
+    if mesh is None or mesh.ndim == 1:
+        return sequence_group(mesh, group)
+    check_mesh_and_group(mesh, group)
+    names = averaged_dimensions(mesh)
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else dimension_group(mesh, names)
+
+
+def dimension_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
+    """The group of one of the mesh's dimensions, or of several together. Cached by the mesh's identity.
+
+    Making the group of several is collective. ``init_mesh`` makes those that are needed.
+    """
     groups = _mesh_groups.setdefault(mesh, {})
     if names not in groups:
-        flattened = _SEQUENCE_TP if "tp" in names else _SEQUENCE  # init_mesh has made both already
-        part = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten(flattened)
-        groups[names] = part.get_group()
+        large = tuple(n for n in names if mesh.size((mesh.mesh_dim_names or ()).index(n)) > 1) or names[-1:]
+        if large != names:
+            groups[names] = dimension_group(mesh, large)
+        else:
+            part = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+            groups[names] = part.get_group()
     return groups[names]
 
 
@@ -271,7 +302,7 @@ def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = No
         raise ValueError(
             f"mesh: its dimensions are {mesh.mesh_dim_names}; expected one named 'tp'; make it with seqpar.init_mesh"
         )
-    return _dimension_group(mesh, ("tp",))
+    return dimension_group(mesh, ("tp",))
 
 
 def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -357,7 +388,7 @@ def ring_and_ulysses_ranks(
     sequence = sequence_group(mesh, group)
     if mesh is not None and mesh.ndim > 1 and ulysses_size is None and sequence is context_group(mesh):
         names = _sequence_dimensions(mesh)
-        ring, ulysses = (_dimension_group(mesh, (name,)) if name in names else None for name in ("ring", "ulysses"))
+        ring, ulysses = (dimension_group(mesh, (name,)) if name in names else None for name in ("ring", "ulysses"))
         return ring, ulysses
     ranks = size_of(sequence)
     if ulysses_size is None:

@@ -24,16 +24,17 @@ from .layout import (
     shard_positions,
 )
 from .mesh import (
+    all_ranks_group,
     check_mesh_and_group,
+    context_group,
     known_per_host,
     rank_in,
     sequence_group,
     size_of,
 )
 from .placement import ANY_RANKS, ParallelContext, Placement
-from .reductions import note_frozen
 from .same_rows import compare, compares_now
-from .shards import Shard, Unshard
+from .shards import Unshard, local_shard
 from .spec import REPLICATED, AttentionSpec
 from .strategies import STRATEGIES, StrategyName, resolve
 
@@ -110,6 +111,18 @@ class Sharding(Opaque):
         return size_of(self.sequence_group)
 
     @property
+    def all_ranks(self) -> ProcessGroup | None:
+        """The ranks whose mean loss is the objective: all ranks of the mesh, or the ranks of the sequence."""
+        return self.sequence_group if self.mesh is None else all_ranks_group(self.mesh, None)
+
+    @property
+    def over_tp(self) -> bool:
+        """Whether the sequence is sharded over the ranks of tp."""
+        if self.mesh is None or self.mesh.ndim == 1:
+            return self.strategy == "tp_sp"
+        return self.sequence_group is not context_group(self.mesh)
+
+    @property
     def per_host(self) -> int:
         """How many consecutive ranks share a host (see ``mesh.known_per_host``)."""
         return known_per_host(self.sequence_group)
@@ -142,9 +155,8 @@ class Sharding(Opaque):
     def shard(self, x: Tensor, dim: int = 1, *, check: bool = False) -> Tensor:
         """This rank's shard of ``x``, which every rank holds in full. Nothing is sent, unless a check is asked for.
 
-        Differentiable: ``x`` is replicated, so every rank receives its full gradient, all-gathered from the gradients
-        of the shards, as in Megatron-LM. All ranks of the group must run the backward. The parameters that ``x`` was
-        computed from have whole gradients too, which ``sync_gradients``, DDP and FSDP average over the ranks.
+        Differentiable. Backward sends nothing either: the gradient of ``x`` is 0 at the tokens of other ranks. The mean
+        over the ranks (``sync_gradients``, DDP, FSDP) is the gradient of ``x`` and of what it was computed from.
 
         Args:
             x: tensor of any dtype and shape, with ``seq_len`` entries along ``dim``.
@@ -167,19 +179,14 @@ class Sharding(Opaque):
         dim = self._check_full(x, dim)
         if self.sequence_group is None:
             return x
-        out: Tensor = Shard.apply(x, dim, self._tokens, self.sequence_group)
-        return out
+        return local_shard(x, dim, self._tokens, rank_in(self.sequence_group))
 
     @no_compile
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
         """The full tensor on every rank, all-gathered from the shards.
 
-        Differentiable: the result is replicated, and so is its gradient, so each rank keeps its shard of the gradient.
-        Compute the same loss from the result on every rank, and do not divide it by the number of ranks. Parameters
-        that are used behind ``unshard`` then have whole gradients, which ``sync_gradients`` averages over the ranks.
-        Inside DDP or FSDP over the ranks of the sequence, the shard of the gradient is multiplied by their number,
-        because the wrapper averages. ``sync_gradients`` cannot tell apart the uses of a weight that is used on both
-        sides: use it before ``unshard`` only, or wrap the model in DDP or FSDP over the ranks of the sequence.
+        Differentiable. Backward reduce-scatters the gradient in float32, so every rank must run it. The ranks may
+        compute the same loss from the result, or different terms of a mean over the ranks.
 
         The ranks do not compare their shards beforehand.
 
@@ -198,7 +205,6 @@ class Sharding(Opaque):
         self.check_local(x_local.shape[dim])
         if self.sequence_group is None:
             return x_local
-        note_frozen(x_local, self.sequence_group)
         out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
         return out
 

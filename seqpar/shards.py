@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .comm.collectives import all_gather
+from .comm.collectives import all_gather, sum_shards
 from .layout import TokenLayout, shard_ranges
-from .reductions import factor_at, mark
 
 
 def _along(dim: int, positions: range) -> tuple[slice, ...]:
     return (*[slice(None)] * dim, slice(positions.start, positions.stop, positions.step))
 
 
-def _local_shard(x: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
-    """This rank's shard of ``x``, as a contiguous copy."""
-    ranges = shard_ranges(tokens.seq_len, tokens.ranks, group.rank(), tokens.layout)
+def local_shard(x: Tensor, dim: int, tokens: TokenLayout, rank: int) -> Tensor:
+    """The shard of ``x`` that ``rank`` holds, as a contiguous copy."""
+    ranges = shard_ranges(tokens.seq_len, tokens.ranks, rank, tokens.layout)
     parts = [x[_along(dim, r)] for r in ranges or (range(0),)]  # a rank without tokens returns an empty tensor
     # Zigzag has two ranges. One range may be a view of x, so it is copied.
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
@@ -41,33 +40,27 @@ def _all_gather_shards(x_local: Tensor, dim: int, tokens: TokenLayout, group: Pr
     return full
 
 
-class Shard(torch.autograd.Function):
-    """Forward selects this rank's shard, backward all-gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
-        ctx.spec = dim, tokens, group
-        mark(ctx, group, "whole")
-        return _local_shard(x, dim, tokens, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        factor = factor_at(ctx)
-        full = _all_gather_shards(grad, *ctx.spec)
-        return full if factor == 1 else full / factor, None, None, None
-
-
 class Unshard(torch.autograd.Function):
-    """Forward all-gathers, backward selects this rank's shard."""
+    """All-gathers the shards. Backward reduce-scatters, because every rank may have computed from all of the result."""
 
     @staticmethod
     def forward(ctx: Any, x_local: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
-        ctx.spec = dim, tokens, group
-        mark(ctx, group, "partial", open=True)
+        ctx.constants = dim, tokens, group
         return _all_gather_shards(x_local, dim, tokens, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        factor = factor_at(ctx)
-        local = _local_shard(grad, *ctx.spec)
-        return local if factor == 1 else local * factor, None, None, None
+        return _SumShards.apply(grad, *ctx.constants), None, None, None
+
+
+class _SumShards(torch.autograd.Function):
+    """Reduce-scatters ``x``: this rank's shard of the sum over the ranks, summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
+        ctx.constants = dim, tokens, group
+        return sum_shards([local_shard(x, dim, tokens, rank) for rank in range(tokens.ranks)], dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return Unshard.apply(grad, *ctx.constants), None, None, None

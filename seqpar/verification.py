@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
 
 from .checks import check_number
 from .comm.trace import trace
@@ -62,7 +63,7 @@ class StepReport:
     """What ``verify`` returns, the same on every rank.
 
     Attributes:
-        loss: what ``step`` returned, on the first rank that differs.
+        loss: the mean over the ranks of what ``step`` returned.
         expected_loss: what ``reference`` returned.
         gradients: the gradients that differ, those with the largest error first.
         compared: the number of parameters whose gradients were compared.
@@ -190,7 +191,11 @@ def _compare(
     group: ProcessGroup | None,
 ) -> StepReport:
     with _without_dropout(model), _without_dropout(reference_model):
-        expected_loss, expected = _run(reference, reference_model)
+        with ExitStack() as alone:
+            for module in reference_model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    alone.enter_context(module.no_sync())
+            expected_loss, expected = _run(reference, reference_model)
         ranks = size_of(group)
         references = _gather(expected_loss, group)
         expected_loss = references[0]
@@ -215,47 +220,60 @@ def _compare(
     names = [name for name in actual if name in expected]
     numbers = torch.stack([_numbers(actual[x], expected[x], group) for x in names]) if names else torch.zeros(0, 6)
     by_rank = _gather((loss, numbers), group)
-    loss = max((x for x, _ in by_rank), key=lambda x: abs(x - expected_loss))
-    stats = torch.stack([x for _, x in by_rank])  # [ranks, parameters, 5]
+    losses = [x for x, _ in by_rank]
+    loss = sum(losses) / ranks
+    stats = torch.stack([x for _, x in by_rank])  # [ranks, parameters, 8]
     differences = [_difference(name, stats[:, i], tolerance) for i, name in enumerate(names)]
     found = tuple(sorted((x for x in differences if x.error > tolerance), key=lambda x: -x.error))
+    if not found and _same_loss(sum(losses), expected_loss, tolerance):
+        loss = expected_loss  # the losses are shares of a sum, and the step sums the gradients
     if not causes and (found or not _same_loss(loss, expected_loss, tolerance)):
-        summed = all(error_of(row[[4, 5]].tolist()) <= tolerance for row in stats[0]) and len(names) > 0
-        causes = _causes(differences, found, summed, bool(asked), bool(done.backends), ranks, tolerance)
+        totals = [row[4:].tolist() for row in stats[0]]
+        right = {n: all(error_of(divided(x, n)) <= tolerance for x in totals) for n in (1, ranks) if names}
+        causes = _causes(differences, found, losses, right, bool(asked), bool(done.backends), tolerance)
     return StepReport(loss, expected_loss, found, len(names), ranks, tolerance, tuple(causes))
 
 
 def _causes(
     differences: Sequence[GradientDifference],
     found: Sequence[GradientDifference],
-    summed: bool,
+    losses: Sequence[float],
+    right: dict[int, bool],
     asked: bool,
     attended: bool,
-    ranks: int,
     tolerance: float,
 ) -> list[str]:
-    """What the differences have in common. ``summed``: whether the sum over all ranks is one device's gradient;
-    ``asked``: whether the step asked for positions; ``attended``: whether it computed attention of this package."""
+    """What the differences have in common.
+
+    Args:
+        differences: of all parameters.
+        found: of the parameters whose gradients differ.
+        losses: of each rank.
+        right: for n = 1 and n = the number of ranks, whether the sum of the ranks' gradients over n is one device's.
+        asked: whether the step asked for positions.
+        attended: whether the step computed attention of this package.
+        tolerance: as in ``verify``.
+    """
+    ranks = len(losses)
     if found and all(x.parallel for x in differences):
         factors = {_factor(x.ratio, ranks, tolerance) for x in found}
         names = "every gradient" if len(found) == len(differences) else "some gradients"
         if len(factors) == 1 and (n := factors.pop()) > 1:
             if len(found) < len(differences):
                 return [
-                    f"some gradients are {n:g} times one device's: their parameters are used before shard or after "
-                    "unshard, where each rank has the whole gradient, and were summed like the others; sum with "
-                    "seqpar.sync_gradients(model), which averages these, not with an all-reduce"
+                    f"some gradients are {n:g} times one device's: what one rank holds alone, such as a shard or an "
+                    f"expert, has the gradients of {n:g} losses, whose mean is due; divide these gradients by {n:g}"
                 ]
             return [
-                f"every gradient is {n:g} times one device's: {n:g} ranks were summed where their mean was due; take "
-                "the loss from seqpar.token_loss, whose backward is this rank's share, not from the mean of this "
-                "rank's tokens; and pass gradients='mean' only where a wrapper averages"
+                f"every gradient is {n:g} times one device's: {n:g} ranks were summed where their mean is due; average "
+                "with seqpar.sync_gradients(model), without reduce='sum'; if a wrapper sums, pass token_loss "
+                "gradients='sum'"
             ]
         if n and n < 1:
             return [
-                f"{names}: 1/{1 / n:g} of one device's: DDP or FSDP averages over {1 / n:g} ranks that each have a "
-                "share of the loss; take the loss from seqpar.token_loss with gradients='auto' or 'mean', inside the "
-                "wrapper, or multiply it by the number of ranks"
+                f"{names}: 1/{1 / n:g} of one device's: each of {1 / n:g} ranks has a share of the loss, and the "
+                "gradients were averaged where their sum is due; take the loss from seqpar.token_loss, with "
+                "gradients='mean', or call seqpar.sync_gradients(model, reduce='sum')"
             ]
         ratio = median(x.ratio for x in found)
         if len(found) == len(differences) and all(abs(x.ratio / ratio - 1) <= 2 * tolerance for x in found):
@@ -263,33 +281,39 @@ def _causes(
                 f"every gradient is {ratio:.4g} times one device's: the loss divides by another number. Give "
                 "token_loss the ignore_index of the reference, and divide by as many parts of the batch as it does"
             ]
-    if summed and found:
+    if found and right.get(ranks):
         return [
-            "every rank has a part of the gradient, and their sum is one device's: call seqpar.sync_gradients(model) "
-            "after backward, or wrap the model in DDP or FSDP over the ranks of the sequence"
+            "the mean of the ranks' gradients is one device's, but the step does not average them: call "
+            "seqpar.sync_gradients(model) after backward, or wrap the model in DDP or FSDP over all ranks"
+        ]
+    if found and right.get(1):
+        return [
+            "each rank has a share of the loss and of the gradient, and the step does not sum them: call "
+            "seqpar.sync_gradients(model, reduce='sum') after backward, or take the loss from seqpar.token_loss"
         ]
     if ranks > 1 and not attended:
         return [
             "the step computed no attention of seqpar, so each rank attends to its own tokens only: run the model "
             "inside seqpar.replace_sdpa(sharding), or call seqpar.sdpa or seqpar.attention"
         ]
-    times = median(x.ratio for x in differences) if differences else 1.0
-    if _factor(times, ranks, 0.1) > 1:
+    if unlike := [i for i, x in enumerate(losses) if not _same_loss(x, losses[0], tolerance)]:
         return [
-            f"the gradients are about {times:.2g} times one device's: each rank's loss is the mean over its own "
-            "tokens, and the ranks have different numbers of labels; take the loss from seqpar.token_loss"
+            f"the ranks' losses differ ({losses[0]:.6f} on rank 0, {losses[unlike[0]]:.6f} on rank {unlike[0]}): "
+            "a term of the loss differs between ranks. If it is the mean over a rank's own tokens, of which the ranks "
+            "have different numbers, take the loss from seqpar.token_loss; if it is computed from a rank's own tokens "
+            "otherwise, unshard them first; if it draws random numbers, draw the same on every rank"
         ]
     positions = (
-        "positions: the step did not ask for sharding.positions(); position embeddings and rotary angles must take "
-        "them instead of arange(seq_local)"
+        "position embeddings or rotary angles that do not take sharding.positions(), which the step did not ask for, "
+        "but arange(seq_local)"
         if not asked
         else "positions, where the model takes them from elsewhere than sharding.positions()"
     )
-    others = (
-        "labels that were shifted after they were sharded; a mean over this rank's labels in place of token_loss; "
-        "another mask; tokens mixed by something that is not attention"
-    )
-    return [f"the loss or the gradients are another function's. Look at {positions}; {others}"]
+    return [
+        "the loss or the gradients are another function's. Look at another mask (causal, documents, padding); labels "
+        "that were shifted after they were sharded, or shards of another layout; tokens mixed by something that is not "
+        f"attention, such as a convolution; {positions}"
+    ]
 
 
 def _factor(ratio: float, ranks: int, tolerance: float) -> float:
@@ -311,17 +335,23 @@ def _difference(name: str, rows: Tensor, tolerance: float) -> GradientDifference
 
 
 def _numbers(actual: Tensor, expected: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The ``products`` of the gradients, and the first two of the sum of ``actual`` over the ranks: ``[6]``."""
+    """The ``products`` of the gradients, and of the sum of ``actual`` over the ranks: ``[8]``."""
     total = actual.clone()
     if group is not None:
         dist.all_reduce(total, group=group)
-    return torch.cat([products(actual, expected), products(total, expected)[:2]])
+    return torch.cat([products(actual, expected), products(total, expected)])
 
 
 def products(a: Tensor, e: Tensor) -> Tensor:
     """Of a gradient ``a`` and one device's gradient ``e``: |a - e|², |e|², a·e and |a|², float64 ``[4]`` on the CPU."""
     a, e = a.double().flatten(), e.double().flatten()
     return torch.stack([(a - e) @ (a - e), e @ e, a @ e, a @ a]).cpu()
+
+
+def divided(numbers: Sequence[float], n: float) -> list[float]:
+    """The ``products`` of ``a / n`` and ``e``, from those of ``a`` and ``e``."""
+    _, ee, ae, aa = numbers
+    return [max(aa / n**2 - 2 * ae / n + ee, 0.0), ee, ae / n, aa / n**2]
 
 
 def error_of(numbers: Sequence[float], least: float = 0.0) -> float:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Mask
@@ -121,3 +124,15 @@ def random_tokens(seq_len: int, batch: int = 2) -> tuple[Tensor, Tensor]:
     ids, labels = torch.randint(VOCAB, (2, batch, seq_len)).unbind()
     labels[:, 7:9] = -100
     return ids, labels
+
+
+def sum_gradients(wrapper: DistributedDataParallel, group: ProcessGroup) -> None:
+    """Make DDP sum the gradients instead of averaging them."""
+
+    def hook(group: ProcessGroup, bucket: Any) -> Any:
+        work: Any = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    # DDP compares the annotations themselves, not their names.
+    hook.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
+    wrapper.register_comm_hook(group, hook)

@@ -74,6 +74,18 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
     return total[:, : like.shape[1]].contiguous()
 
 
+def sum_shards(shards: Sequence[Tensor], dim: int, group: ProcessGroup) -> Tensor:
+    """The adjoint of ``all_gather``: sum every rank's ``shards[r]``, whose lengths along ``dim`` may differ, on rank r.
+
+    The sum is computed and sent in float32 (float64 for float64), and rounded once.
+    """
+    like = shards[0]
+    is_complex = like.is_complex()
+    rows = [(torch.view_as_real(x) if is_complex else x).movedim(dim, 0)[None] for x in shards]  # [1, s, ...]
+    total = reduce_scatter([x.to(torch.promote_types(x.dtype, torch.float32)) for x in rows], group)[0].movedim(0, dim)
+    return (torch.view_as_complex(total.contiguous()) if is_complex else total).to(like.dtype).contiguous()
+
+
 def start_all_gather(x: Tensor, ranks: Ranks | Link) -> tuple[Tensor, Pending]:
     """Start to all-gather ``x``, contiguous and of the same shape on every rank; returns ``[ranks, *x.shape]``.
 

@@ -46,7 +46,6 @@ from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
 from ..memory import Memory
-from ..wrappers import EXPLICIT
 from .patch import Arguments, apply
 from .state import Batches, Patch, Settings, patch_of
 from .support import ignores_num_items
@@ -154,7 +153,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         """The config that ``accelerator`` keeps: a copy with its mesh and sizes, and with a ``cp_size`` of 1."""
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
-                "parallelism_config: with DeepSpeed call seqpar.hf.parallelize(model, gradients='mean') and use "
+                "parallelism_config: with DeepSpeed call seqpar.hf.parallelize(model) and use "
                 "seqpar.hf.SequenceParallelMixin instead of ParallelismConfig; or use FSDP2"
             )
         if self.tp_size > 1:
@@ -261,10 +260,13 @@ def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
     evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def prepare_all(*objects: Any, **kwargs: Any) -> Any:
-        for x in objects:
-            if isinstance(x, nn.Module):
-                prepare(x)
-        return original_prepare(*objects, **kwargs)
+        modules = [x for x in objects if isinstance(x, nn.Module)]
+        for x in modules:
+            prepare(x)
+        prepared = original_prepare(*objects, **kwargs)
+        for x in modules:
+            _note_wrapper(x)
+        return prepared
 
     def prepare_model(model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
         prepare(model)
@@ -275,9 +277,19 @@ def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
             accelerator.unwrap_model(model, keep_fp32_wrapper=False)  # the forward without mixed precision
             accelerator._models = [m for m in accelerator._models if m is not model]
             vars(model).pop("_is_accelerate_prepared", None)
-        return original_prepare_model(model, device_placement, evaluation_mode)
+        prepared = original_prepare_model(model, device_placement, evaluation_mode)
+        if not evaluation_mode:
+            _note_wrapper(model)
+        return prepared
 
     accelerator.prepare, accelerator.prepare_model = prepare_all, prepare_model
+
+
+def _note_wrapper(model: nn.Module) -> None:
+    """Note that the Accelerator has wrapped ``model`` for training."""
+    for module in model.modules():
+        if isinstance(patch := getattr(module, "_seqpar", None), Patch):
+            patch.needs_wrapper = False
 
 
 def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
@@ -366,18 +378,13 @@ class SequenceParallelMixin(_Mixin):
 
     Raises:
         ValueError: the model is not parallelized; the number of ranks is not a multiple of the number of ranks of a
-            sequence; ``compute_metrics`` needs logits that the model does not return; or DeepSpeed is used with
-            ``gradients="auto"``.
+            sequence; or ``compute_metrics`` needs logits that the model does not return.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         patch = self._patch
-        if self.is_deepspeed_enabled and patch.settings.gradients == "auto":
-            raise ValueError(
-                f"gradients='auto': the Trainer uses DeepSpeed, whose configuration decides what it divides by; "
-                f"{EXPLICIT}"
-            )
+        patch.loss_ranks = patch.group  # the Trainer counts the labels of the replicas
         if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.settings.outputs != "full":
             raise ValueError(
                 "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "

@@ -12,9 +12,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from ..checks import no_compile
-from ..wrappers import averaging_wrappers, keeps_weight
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
 from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
@@ -125,15 +126,13 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
 
 def _check_wrapper(model: nn.Module, patch: Patch) -> None:
     trains = model.training and torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters())
-    if not patch.needs_wrapper or not trains:
-        return
-    if patch.settings.gradients == "auto" and not averaging_wrappers(model, in_forward=False):
+    if patch.needs_wrapper and trains:
         raise ValueError(
             f"model={type(model).__name__}: it is trained without a wrapper (DistributedDataParallel, FSDP), so that "
-            "nothing sums the gradients of the ranks of the ParallelismConfig; train what accelerator.prepare(model) "
-            "returns, without evaluation_mode=True, or make a new Trainer for the training if this one has evaluated"
+            "nothing averages the gradients of the ranks of the ParallelismConfig; train what "
+            "accelerator.prepare(model) returns, without evaluation_mode=True, or make a new Trainer for the training "
+            "if this one has evaluated"
         )
-    patch.needs_wrapper = False
 
 
 def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
@@ -182,7 +181,6 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if forward.noise is not None:
         setattr(forward.noise[0], _NOISE, forward.noise[1])
     try:
-        # Before pop_forward, because the loss looks up the wrappers around the current forward's model.
         if output is not None:
             output = _with_loss(output, forward, bool(kwargs.get(FUSED)))
             if forward.full_call is not None:
@@ -262,6 +260,18 @@ def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLo
         return None
     hidden, forward.hidden = forward.hidden, None
     return LazyLogits(cast(nn.Linear, head), hidden)
+
+
+def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
+    """Whether the full weight of ``head`` is available until the forward of ``model`` ends.
+
+    A wrapper that shards ``head`` by itself gathers its weight only for the forward of ``head``.
+    """
+    if isinstance(head, FSDPModule) or isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id"):
+        return False  # DeepSpeed's ZeRO-3 marks the parameters that it partitions by ds_id
+    if any(isinstance(m, FullyShardedDataParallel) and m.module is head for m in model.modules()):
+        return False
+    return tuple(head.weight.shape) == (head.out_features, head.in_features)
 
 
 def depends_on_length(module: nn.Module) -> bool:

@@ -1,14 +1,14 @@
 """Calls with a full batch: the model runs on this rank's part of the batch, and the ranks all-gather the outputs.
 
 All ranks of the sequence call the model with the same batch. After the all-gather, every rank has the outputs of all
-tokens, in the order of the sequence. A loss that every rank computes from these outputs is the one-device loss. In
-backward, each rank keeps the gradients of its own tokens' outputs, so that the partial gradients of the ranks sum to
-the one-device gradient.
+tokens, in the order of the sequence. A loss that every rank computes from these outputs is the one-device loss.
+Backward reduce-scatters the gradients of the outputs, so that the mean of the ranks' gradients is the one-device
+gradient.
 
 With images or sound, a multimodal model runs on the full batch on every rank, and merges the output of its towers into
 the embeddings of its text model. ``before_text_model`` then shards the merged embeddings, the positions, and all other
 tensors with a value for each token. The labels are sharded earlier. Each rank computes the gradients of the towers and
-embeddings from its own tokens: they are partial gradients too.
+embeddings from its own tokens.
 
 Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this rank.
 """
@@ -30,7 +30,7 @@ from ..memory.weights import CACHE_ARGUMENTS
 from ..same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
-from .loss import all_gather_tokens, gradient_scale, join_tiles, reduce_over_ranks
+from .loss import all_gather_tokens, join_tiles, reduce_over_ranks
 from .state import Forward, FullCall, Patch, current_forward, shards_text_model
 from .support import cache_of, parameters_of, pools_last_token, text_model
 
@@ -139,19 +139,18 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
     if full_call.fused:
         output = _reduce_fused_loss(output, forward, full_call)
     patch = forward.patch
-    scale = 1 if patch.group is None else gradient_scale(patch, patch.group, forward.model)
     outputs = "full" if full_call.fills_cache else patch.settings.outputs
     leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
         if full_call.logits is not full_call.tokens:
             raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
-        return output if outputs == "local" else _gather("", output, full_call, patch, scale)
+        return output if outputs == "local" else _gather("", output, full_call, patch)
     named = dict(output.items())
     if leaves_logits_out and "logits" in named:
         named["logits"] = MissingLogits()
     if outputs != "local" or full_call.last is not None:
-        named = {name: _gather(name, x, full_call, patch, scale) for name, x in named.items()}
+        named = {name: _gather(name, x, full_call, patch) for name, x in named.items()}
         named = finish(named, full_call, forward.model)
     return type(output)(**named)
 
@@ -182,7 +181,7 @@ def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> An
     return type(output)(**{**output, "loss": loss})
 
 
-def _gather(name: str, x: Any, full_call: FullCall, patch: Patch, scale: int) -> Any:
+def _gather(name: str, x: Any, full_call: FullCall, patch: Patch) -> Any:
     """The output ``x`` called ``name``, all-gathered if it has a value for each token.
 
     An output without a name (``return_dict=False``) has one for each token if it has the shape of hidden states.
@@ -190,7 +189,7 @@ def _gather(name: str, x: Any, full_call: FullCall, patch: Patch, scale: int) ->
     if name == "router_logits" and isinstance(x, tuple):
         x = join_tiles(x, full_call.rows * len(full_call.tokens[patch.rank]))
     if isinstance(x, tuple | list):
-        return type(x)(_gather(name, y, full_call, patch, scale) for y in x)
+        return type(x)(_gather(name, y, full_call, patch) for y in x)
     if isinstance(x, LazyLogits):
         x, name = x.materialize(), "logits"
     is_output = isinstance(x, Tensor) and not isinstance(x, MissingLogits)
@@ -198,8 +197,8 @@ def _gather(name: str, x: Any, full_call: FullCall, patch: Patch, scale: int) ->
         return x
     places = full_call.logits if name == "logits" else full_call.tokens
     if name == "router_logits":  # [batch * seq_local, experts]
-        return all_gather_tokens(x.unflatten(0, (full_call.rows, -1)), places, patch, scale).flatten(0, 1)
-    return all_gather_tokens(x, places, patch, scale)
+        return all_gather_tokens(x.unflatten(0, (full_call.rows, -1)), places, patch).flatten(0, 1)
+    return all_gather_tokens(x, places, patch)
 
 
 def merges(model: nn.Module) -> bool:

@@ -23,13 +23,9 @@ from contextlib import contextmanager
 from typing import Any, cast
 from unittest import mock
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..comm.collectives import reduce_scatter
-from ..kernels.base import accumulator
-from ..layout import shard_positions
 from ..mask import Mask
 from ..placement import ANY_RANKS
 from ..sharding import Sharding
@@ -141,26 +137,7 @@ def attend_to_shared_keys(
     """Attention over the keys of all ranks: ``[b, s, h, d]``. The first layer that attends to them all-gathers them."""
     gathered: tuple[Tensor, Tensor] | None = getattr(shared, _GATHERED, None)
     if gathered is None or gathered[0].dtype != k.dtype:
-        gathered = _AllGatherKeys.apply(k, sharding), _AllGatherKeys.apply(v, sharding)  # [b, t, n, d] each
+        gathered = sharding.unshard(k), sharding.unshard(v)  # [b, t, n, d] each
         setattr(shared, _GATHERED, gathered)
     out: Tensor = attention_operator(q, *gathered, sinks, None, seed, None, spec, mask, sharding, ANY_RANKS)[0]
     return out
-
-
-class _AllGatherKeys(torch.autograd.Function):
-    """All-gathers ``[b, s, n, d]`` to ``[b, t, n, d]``. Backward sums the ranks' partial gradients in float32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sharding: Sharding) -> Tensor:
-        ctx.sharding, ctx.dtype = sharding, x.dtype
-        return sharding.unshard(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        sharding: Sharding = ctx.sharding
-        group = sharding.sequence_group
-        assert group is not None
-        rows, ranks = grad.to(accumulator(grad.dtype)), group.size()
-        places = (shard_positions(sharding.seq_len, ranks, rank, sharding.layout) for rank in range(ranks))
-        total = reduce_scatter([rows.index_select(1, p.to(grad.device)) for p in places], group)
-        return total.to(ctx.dtype), None

@@ -1,7 +1,6 @@
 """The loss of a sharded sequence, and the loss of its routers.
 
-A loss has its one-device value on every rank. Its backward computes this rank's partial gradients. The sum of the
-partial gradients of all ranks is the one-device gradient.
+A loss has its one-device value on every rank. The mean of the ranks' gradients is the one-device gradient.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from torch.distributed import ProcessGroup
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..checks import no_compile
-from ..comm.collectives import all_gather
-from ..layers.loss import all_reduce_loss
+from ..comm.collectives import all_gather, sum_shards
+from ..layers.loss import AllReduceSum
 from ..layout import shard_positions
-from ..reductions import factor_at, mark, note_frozen
-from ..wrappers import averaged_ranks, averaging_wrappers
+from ..mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, fused_cross_entropy
 from .state import Forward, Patch, current_forward
@@ -58,9 +56,7 @@ class TokenLoss:
     ) -> Tensor:
         """``user_loss`` of the logits and labels of the full sequence.
 
-        Each of P ranks computes the loss L and adds L / P to the sum over the ranks. The gradient of the logits is
-        multiplied by P, and each rank keeps the part of its own tokens. What else L depends on (an L2 penalty, the
-        parameters of ``user_loss``) gets 1 / P of its gradient on each rank.
+        Each of P ranks computes the loss L and adds L / P to the sum over the ranks.
         """
         forward = current_forward()
         shard = seqpar or (None if forward is None else forward.batch_shard)
@@ -78,7 +74,7 @@ class TokenLoss:
             )
         places = tuple(shard_positions(shard.seq_len, shard.ranks, rank, shard.layout) for rank in range(shard.ranks))
         full = {
-            "logits": all_gather_tokens(logits, places, self.patch, self.patch.ranks),
+            "logits": all_gather_tokens(logits, places, self.patch),
             "labels": all_gather_tokens(shard.in_place[0].to(logits.device), places, self.patch),
         }
         positional = [full.pop(name) for name, _ in zip(tuple(full), args, strict=False)]
@@ -97,8 +93,8 @@ class TokenLoss:
     ) -> Tensor:
         """The cross-entropy summed over all ranks' tokens, divided by ``num_items_in_batch``: float32, on every rank.
 
-        The divisor is by default the number of labels in the full batch. Outside of the model's forward, as in a
-        pipeline, ``seqpar`` must be given.
+        Without ``num_items_in_batch``, it is the mean over all labels that count, also over the labels of replicas
+        along dp. Outside of the model's forward, as in a pipeline, ``seqpar`` must be given.
         """
         forward = current_forward()
         if forward is not None and forward.targets is not None:
@@ -121,8 +117,15 @@ class TokenLoss:
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
             total = F.cross_entropy(flat, labels, ignore_index=ignore_index, reduction="sum")
-        num_items = shard.num_items if num_items_in_batch is None else num_items_in_batch
-        return reduce_over_ranks(_divide(total, num_items), self.patch, self.model)
+        if num_items_in_batch is not None:
+            return reduce_over_ranks(_divide(total, num_items_in_batch), self.patch, self.model)
+        patch = self.patch
+        if patch.settings.batches == "per_rank" or size_of(patch.loss_ranks) == patch.ranks:
+            return reduce_over_ranks(_divide(total, shard.num_items), patch, self.model)
+        # The ranks of a sequence count the same labels, and the replicas along dp others.
+        assert shard.num_items is not None
+        items = total.new_tensor(shard.num_items / patch.ranks)
+        return _note(_divide(*_sum_over(torch.stack([total, items]), patch.loss_ranks, patch).unbind()), self.model)
 
 
 def _divide(total: Tensor, num_items: Any) -> Tensor:
@@ -214,55 +217,43 @@ def _depends_only_on(node: Any, nodes: set[int]) -> bool:
 
 
 def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
-    """The sum of ``local_loss`` over the ranks. Its backward computes this rank's partial gradients.
-
-    Inside a wrapper that averages gradients over the ranks, backward multiplies them by the number of ranks.
-    """
-    loss = local_loss
+    """The sum of ``local_loss`` over the ranks of the sequence."""
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
-    if patch.group is not None and patch.ranks > 1 and patch.settings.batches != "per_rank":
-        loss = all_reduce_loss(local_loss, patch.group, gradient_scale(patch, patch.group, model))
+    shared = patch.settings.batches != "per_rank"
+    return _note(_sum_over(local_loss, patch.group, patch) if shared else local_loss, model)
+
+
+def _sum_over(x: Tensor, group: ProcessGroup | None, patch: Patch) -> Tensor:
+    if size_of(group) == 1:
+        return x
+    total: Tensor = AllReduceSum.apply(x, group, size_of(group) if patch.settings.gradients == "sum" else 1)
+    return total
+
+
+def _note(loss: Tensor, model: nn.Module) -> Tensor:
+    """``loss``, a term of the loss of the current forward, which ``check_loss`` looks for."""
     forward = current_forward()
     if forward is not None and forward.model is model:
         forward.loss_terms.append((loss.grad_fn, loss.detach().clone()))
     return loss
 
 
-def gradient_scale(patch: Patch, group: ProcessGroup, model: nn.Module) -> int:
-    """The number by which the wrappers around ``model`` divide the sum of the partial gradients."""
-    if patch.settings.gradients == "partial" or not torch.is_grad_enabled():
-        return 1
-    if patch.settings.gradients == "mean":
-        return patch.ranks
-    forward = current_forward()
-    found = averaging_wrappers(model, in_forward=forward is not None and forward.model is model)
-    return averaged_ranks(found, frozenset(dist.get_process_group_ranks(group)))
-
-
-def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch, scale: int = 1) -> Tensor:
+def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch) -> Tensor:
     """``x [batch, seq_local, ...]`` of all ranks, as ``[batch, seq, ...]``, in which rank r's tokens are ``places[r]``.
 
-    In backward, each rank keeps the gradient of its own tokens, multiplied by ``scale``.
+    Backward reduce-scatters the gradient, because every rank computes from the result.
     """
     if patch.ranks == 1:
         return x
     assert patch.group is not None
-    # Without a shared batch every rank computes its own loss, and all gradients are summed.
-    shared = patch.settings.batches == "shared"
-    if shared:
-        note_frozen(x, patch.group)
-    full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group, scale, shared)
+    full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group)
     return full
 
 
 class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup, scale: int, shared: bool
-    ) -> Tensor:
-        ctx.positions, ctx.scale, ctx.shared = places[rank], scale, shared
-        if shared:
-            mark(ctx, group, "partial")
+    def forward(ctx: Any, x: Tensor, places: tuple[Tensor, ...], rank: int, group: ProcessGroup) -> Tensor:
+        ctx.places, ctx.group = places, group
         holders = [r for r, p in enumerate(places) if len(p)]
         if len(holders) == 1:  # the logits of the last token
             source = holders[0]
@@ -275,11 +266,8 @@ class _AllGatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        if ctx.shared:
-            factor_at(ctx, "sum" if ctx.scale == 1 else "mean")  # notes that the model's gradients are partial
-        # All ranks compute the same loss, so that ``grad`` is the same on all of them, and need not be summed.
-        local = grad.index_select(1, ctx.positions.to(grad.device))
-        return (local if ctx.scale == 1 else local * ctx.scale), None, None, None, None, None
+        shards = [grad.index_select(1, p.to(grad.device)) for p in ctx.places]
+        return sum_shards(shards, 1, ctx.group), None, None, None
 
 
 # transformers' ``load_balancing_loss_func``, the loss of the routers in mixture-of-experts models, multiplies two means

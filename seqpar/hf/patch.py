@@ -16,11 +16,12 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ..kernels import BackendName
+from ..layers.loss import Gradients
 from ..layout import Layout
 from ..memory import Memory
 from ..memory import restore as restore_memory
 from ..memory.switches import layers_of
-from ..mesh import size_of
+from ..mesh import all_ranks_group, size_of
 from ..strategies import StrategyName, StrategyOptions, resolve
 from . import forward
 from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, structure
@@ -28,7 +29,7 @@ from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
 from .per_rank import call
-from .state import NAME, Batches, Gradients, Outputs, Patch, Settings, patch_of
+from .state import NAME, Batches, Outputs, Patch, Settings, patch_of
 from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
 from .trial import Trial
 from .verification.monitoring import verify_while_training
@@ -62,7 +63,7 @@ def parallelize(
     strategy: StrategyName = "ring",
     layout: Layout = "zigzag",
     backend: BackendName = "auto",
-    gradients: Gradients = "auto",
+    gradients: Gradients = "mean",
     loss_chunk: int | None = None,
     outputs: Outputs = "auto",
     batches: Batches = "shared",
@@ -72,8 +73,8 @@ def parallelize(
     """Make ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
 
     Call the model with the full batch, the same on every rank of the sequence. The model shards the batch when its
-    forward starts. ``model(**batch).loss`` is the one-device loss on every rank. Its backward computes this rank's
-    partial gradients, and ``seqpar.sync_gradients`` sums the partial gradients of all ranks. Without labels,
+    forward starts. ``model(**batch).loss`` is the one-device loss on every rank. The mean of the ranks' gradients is
+    one device's, which DDP, FSDP, DeepSpeed or ``seqpar.sync_gradients`` computes. Without labels,
     ``model(**batch).logits`` is the one-device output on every rank. You can also call the model with a batch that
     ``shard_batch`` has sharded. Call ``model.generate(input_ids)`` with the full prompt on every rank.
 
@@ -84,28 +85,25 @@ def parallelize(
     Args:
         model: a transformers decoder or encoder whose attention layers use ``AttentionInterface``, or a peft model
             around one. Each layer keeps its causality, sliding window, softcap, sinks, scale and dropout.
-        mesh: the ranks that the sequence is sharded over, as a mesh of ``seqpar.init_mesh``.
+        mesh: the ranks that the sequence is sharded over, as a mesh of ``seqpar.init_mesh``. If it has a dp dimension,
+            the loss is the mean over all labels of all replicas, which must then call the model equally often; with
+            the argument ``num_items_in_batch``, it is this replica's sum divided by that number.
         group: the ranks that the sequence is sharded over, as a process group. Without ``mesh`` and ``group``: the
             default group.
         strategy: "ring", "ulysses", "context_parallel", "hybrid", "local" or "auto", as in ``seqpar.attention``.
         layout: which tokens each rank holds: "zigzag", "contiguous" or "striped".
         backend: as in ``seqpar.attention``.
-        gradients: the gradients that backward computes. "partial": this rank's partial gradients. "mean": the partial
-            gradients times the number of ranks of the sequence, for wrappers that average over these ranks. "auto":
-            "mean" while the model is inside DistributedDataParallel, FullyShardedDataParallel or ``fully_shard`` over
-            all ranks of the sequence, otherwise "partial". With "auto", the loss raises an error inside DeepSpeed, and
-            inside a wrapper over only some of the ranks.
+        gradients: "sum" if something sums the gradients over the ranks instead of averaging them.
         loss_chunk: how many tokens have logits at a time in the loss; by default as many as fit in 128 MiB.
         outputs: what a call with a full batch returns for each token (logits, hidden states, log-probabilities).
             "full": the outputs of all tokens, in order, on every rank. "local": the outputs of this rank's tokens.
             "auto": as "full", but without logits if the call has labels, because the loss does not need all logits at
-            once. A loss that every rank computes from full outputs has the same gradients as ``model(**batch).loss``:
-            each rank computes its partial gradients.
+            once. A loss that every rank computes from full outputs has the same gradients as ``model(**batch).loss``.
         batches: "shared": the ranks of a sequence call the model with the same batch. "per_rank": each rank calls it
             with its own batch and gets the outputs of that batch, as if the ranks were data-parallel. The batches are
             sharded over all ranks one after another, and backward recomputes all but one of these forwards. All ranks
-            must call the model equally often, and each must call backward on a loss of its outputs. The sum of all
-            ranks' gradients is then the gradient of the sum of their losses. Generation runs on each rank alone.
+            must call the model equally often, and each must call backward on a loss of its outputs. The mean of all
+            ranks' gradients is then the gradient of the mean of their losses. Generation runs on each rank alone.
         memory: how the layers of the text model save memory, as ``seqpar.Memory(tiled_mlp=32_768)``.
         options: the strategy's options, as in ``seqpar.attention``.
 
@@ -131,7 +129,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     check_adapters(model.modules())
     layers = attention_layers(model)
     trials = {root: check_model(root, layers) for root in roots}
-    patch = Patch(settings, mesh, group, placement.sequence, ulysses_ranks=size_of(placement.ulysses))
+    loss_ranks = None if placement.sequence is None else all_ranks_group(mesh, group)
+    patch = Patch(settings, mesh, group, placement.sequence, loss_ranks, ulysses_ranks=size_of(placement.ulysses))
     for root, trial in trials.items():
         _compare_masks(root, trial, patch)
     texts = [text_model(root) for root in roots]

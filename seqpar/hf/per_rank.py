@@ -4,8 +4,8 @@ Forward: the ranks all-gather their batches, and run one sharded forward for eac
 rank the outputs of its own batch, for all tokens in order, as if the rank had run the model alone.
 
 Backward: the all-to-all sends the gradients of these outputs back to the ranks that hold the tokens. On each rank, a
-parameter's gradient is the part of the gradient of all ranks' losses that the tokens of this rank contribute. The sum
-of these parts over the ranks is the gradient of the sum of all losses, as in data parallelism.
+parameter's gradient is the part of the gradient of all ranks' losses that the tokens of this rank contribute. The mean
+of these parts over the ranks is the gradient of the mean of all losses, as in data parallelism.
 
 All forwards but the last are recomputed in backward, so that the activations of only one sharded batch are kept.
 
@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ..checks import no_compile
 from ..comm.collectives import all_gather, start_all_to_all
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
-from ..reductions import factor_at, mark
 from .batch import BOUNDARY_NAMES, tokens_of
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
 from .key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
@@ -259,7 +258,6 @@ class _ExchangeOutputs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, shapes: list[Sequence[int]], group: ProcessGroup, *parts: Tensor) -> tuple[Tensor, ...]:
-        mark(ctx, group, "partial")
         ranks = group.size()
         ctx.group, ctx.shapes, ctx.starts = group, [x.shape for x in parts], []
         received: list[Tensor] = []
@@ -277,7 +275,6 @@ class _ExchangeOutputs(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        factor_at(ctx, "sum")  # notes that the model's gradients are partial
         d_parts: list[Any] = [None] * len(grads)
         for i in ctx.starts:
             span = slice(i, i + ctx.group.size())

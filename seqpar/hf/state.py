@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 from ..checks import check_choice, check_int, check_options, no_compile
 from ..decoding import Intervals
 from ..kernels import BackendName, check_backend
+from ..layers.loss import Gradients
 from ..layout import LAYOUTS, Layout
 from ..mask import LayerMask, Mask
 from ..memory import Memory
@@ -27,7 +28,6 @@ from ..strategies import STRATEGIES, StrategyName, StrategyOptions
 from .batch import BatchShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config
-Gradients = Literal["auto", "partial", "mean"]
 Outputs = Literal["auto", "full", "local"]
 Batches = Literal["shared", "per_rank"]
 
@@ -39,7 +39,7 @@ class Settings:
     strategy: StrategyName = "ring"
     layout: Layout = "zigzag"
     backend: BackendName = "auto"
-    gradients: Gradients = "auto"
+    gradients: Gradients = "mean"
     loss_chunk: int | None = None
     outputs: Outputs = "auto"
     batches: Batches = "shared"
@@ -79,6 +79,7 @@ class Patch:
     mesh: DeviceMesh | None  # as given to ``parallelize``, and the next group too
     given_group: ProcessGroup | None
     group: ProcessGroup | None  # the ranks of the sequence; None in a process without torch.distributed
+    loss_ranks: ProcessGroup | None = None  # the ranks whose labels the loss counts: with dp, of all replicas
     ulysses_ranks: int = 1  # in each all-to-all of the strategy
     sharded: bool = True  # False while the model runs on this rank alone
     # what the trial run found
@@ -89,7 +90,7 @@ class Patch:
     calls: int = 0  # with a full batch, the same on every rank
     seed: int = 0  # of attention dropout in these calls, the same on every rank
     depends_on_length: bool = False  # whether the largest position changes the frequencies of a rotary embedding
-    needs_wrapper: bool = False  # whether a Trainer must wrap the model, and no forward has yet found the wrapper
+    needs_wrapper: bool = False  # whether an Accelerator must wrap the model for training, and has not yet
     undo: ExitStack = field(default_factory=ExitStack)  # undoes each change of the model
     modules: list[nn.Module] = field(default_factory=list)  # the modules that refer to this object
     loss_functions: list[nn.Module] = field(default_factory=list)  # the models whose loss function was replaced

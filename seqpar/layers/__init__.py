@@ -3,7 +3,7 @@
 from .attention import AttentionLayer
 from .context_parallel import ContextParallelAttention
 from .factory import AutoAttention, HybridAttention, LocalAttention, RingAttention, UlyssesAttention
-from .gradients import clip_grad_norm_, sync_gradients
+from .gradients import average_in_backward, clip_grad_norm_, sync_gradients
 from .loss import token_loss
 from .rotary import RotaryEmbedding
 
@@ -16,6 +16,7 @@ __all__ = [
     "RingAttention",
     "RotaryEmbedding",
     "UlyssesAttention",
+    "average_in_backward",
     "clip_grad_norm_",
     "sync_gradients",
     "token_loss",

@@ -1,32 +1,30 @@
 """The loss over the tokens of all ranks.
 
-Shapes: b batch, s tokens of this rank.
+Shapes: b batch, s tokens of this rank, t tokens whose losses this rank holds.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import DTYPES, check_choice, check_int, no_compile
+from ..comm.collectives import all_gather, all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..library import operator
-from ..mesh import size_of
-from ..reductions import Gradients, reduction_behind
+from ..mesh import size_of, tensor_group
 from ..sharding import Sharding, check_sharding
-from ..strategies import StrategyName
 from ..strategies.gemm import sum_dtype
 
+Gradients = Literal["mean", "sum"]
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
 
 class _LossHeader(NamedTuple):
-    batch: int
     dtype: torch.dtype
     ignore_index: int
 
@@ -39,37 +37,29 @@ def token_loss(
     group: ProcessGroup | None = None,
     sharding: Sharding | None = None,
     ignore_index: int = -100,
-    strategy: StrategyName | Literal["tp_sp"] | None = None,
-    gradients: Gradients = "auto",
+    gradients: Gradients = "mean",
 ) -> Tensor:
     """The mean loss per token over all ranks' tokens, except those whose label is ``ignore_index``.
 
-    Averaging the means of all ranks would be wrong if the ranks ignore different numbers of labels, and the gradient of
-    a rank's own mean is too large by the number of ranks. The value of this function is the loss that one device would
-    compute. Its backward gives this rank's partial gradient, which ``seqpar.sync_gradients`` sums.
+    The value is the loss that one device computes for the whole batch, the same number on every rank. With a mesh the
+    mean is over all its ranks, the replicas along dp included. Ranks and replicas may have different numbers of labels.
 
-    Inside DDP, FSDP1 or ``fully_shard``, the backward allows for what the wrapper does to the gradients. If the wrapper
-    averages over all ranks of the sequence, the gradients that it computes are one device's, without
-    ``sync_gradients``. If it averages over other ranks (dp), call ``sync_gradients`` over the ranks of the sequence. In
-    both cases the gradients are of the mean over the labels of all ranks involved, also if the dp ranks have different
-    numbers of labels: the backward counts them all, with one more message. The value that is returned is always the
-    mean over this sequence alone.
+    The mean of the gradients over these ranks is one device's gradient. DDP, FSDP and DeepSpeed compute this mean, and
+    ``seqpar.sync_gradients`` does without a wrapper. The ranks may add to the loss any term that all of them compute
+    alike: it counts once.
 
     Args:
         losses: ``[batch, seq_local]``, the loss of each of this rank's tokens, such as ``F.cross_entropy`` returns with
-            ``reduction="none"``.
-        labels: integers ``[batch, seq_local]``, at least 0 or ``ignore_index``, shifted before they were sharded.
-        mesh: the ranks that the sequence is sharded over, as given to the layers.
-        group: the same as a ProcessGroup. With neither, the default group.
-        sharding: the ``Sharding`` of the tokens, instead of mesh, group and strategy. The ranks do not compare their
-            input then.
+            ``reduction="none"``. Or ``[batch, tokens]`` as ``VocabParallelHead`` returns them, for the tokens of all
+            ranks of tp.
+        labels: integers ``[batch, seq_local]``, at least 0 or ``ignore_index``, shifted before they were sharded. With
+            losses of ``VocabParallelHead`` and a sharding, also this rank's labels alone.
+        mesh: the mesh of the layers, with its dp dimension.
+        group: all ranks over which the mean is taken, as a ProcessGroup. With neither, the default group.
+        sharding: the ``Sharding`` of the tokens, instead of mesh and group. Its mesh or group says over which ranks the
+            mean is taken. The ranks do not compare their input then.
         ignore_index: the label of tokens that are left out of the mean.
-        strategy: as given to ``shard``: with "tp_sp", the tokens are sharded over the mesh's tp dimension too. Leave it
-            out if ``vocab_parallel_cross_entropy`` computed ``losses``, which then has the tokens of all ranks of tp.
-        gradients: "auto" finds the wrapper of the parameters that ``losses`` was computed from, when the backward runs.
-            "sum": the gradients will be summed over the ranks of the sequence; the backward looks for no wrapper.
-            "mean": they will be averaged over these ranks, and are multiplied by their number. With "sum" and "mean",
-            a wrapper that averages over dp too averages the gradients of the sequences' means.
+        gradients: "sum" if something sums the gradients over these ranks instead of averaging them.
 
     Returns:
         A scalar, float32 (float64 for float64), the same on every rank. NaN if all labels are ignored, as on one
@@ -78,45 +68,42 @@ def token_loss(
     Raises:
         TypeError: ``losses`` is not a floating-point tensor, or ``labels`` not an integer one.
         ValueError: their shapes differ; a label is negative and not ``ignore_index`` (on the CPU); the ranks differ in
-            batch, dtype or ``ignore_index``; or the sharding gives this rank another number of tokens. In the backward,
-            with ``gradients="auto"``: a wrapper averages over some ranks of the sequence only, or it is not known what
-            reduces the gradients (DeepSpeed, parameters that reentrant checkpointing hides, compiled autograd); "sum"
-            or "mean" says it.
+            dtype or ``ignore_index``; or the sharding gives this rank another number of tokens.
         RuntimeError: another rank raised an error on its own input.
     """
-    if isinstance(sharding, Sharding) and mesh is None and group is None and strategy is None:
-        _check(losses, labels, ignore_index, gradients)
+    if isinstance(sharding, Sharding) and mesh is None and group is None:
+        _check(losses, labels, ignore_index, gradients, shapes_may_differ=True)
         loss: Tensor = mean_over_tokens(losses, labels, sharding, True, ignore_index, gradients)[0]
         return loss
-    where = {"mesh": mesh, "group": group, "strategy": strategy}
-    return _agree_on_loss(losses, labels, sharding, ignore_index, gradients, where)
+    return _agree_on_loss(losses, labels, mesh, group, sharding, ignore_index, gradients)
 
 
 @no_compile
 def _agree_on_loss(
     losses: Tensor,
     labels: Tensor,
+    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
     sharding: Sharding | None,
     ignore_index: int,
     gradients: Gradients,
-    where: dict[str, Any],
 ) -> Tensor:
-    """``token_loss`` after a handshake, or after comparing the sharding with ``where``: mesh, group and strategy."""
-    check_sharding(sharding, **where)
+    """``token_loss`` after a handshake, or after comparing the sharding with mesh and group."""
+    check_sharding(sharding, mesh=mesh, group=group)
     if sharding is not None:
         return token_loss(losses, labels, sharding=sharding, ignore_index=ignore_index, gradients=gradients)
-    ranks = Sharding(0, "contiguous", **where)  # names the ranks only
+    ranks = Sharding(0, "contiguous", mesh=mesh, group=group)  # names the ranks only
 
     def header() -> _LossHeader:
         _check(losses, labels, ignore_index, gradients)
-        return _LossHeader(losses.shape[0], losses.dtype, ignore_index)
+        return _LossHeader(losses.dtype, ignore_index)
 
-    check_same(all_gather_header(header, ranks.sequence_group), "batch", "dtype", "ignore_index")
+    check_same(all_gather_header(header, ranks.all_ranks), "dtype", "ignore_index")
     loss: Tensor = mean_over_tokens(losses, labels, ranks, False, ignore_index, gradients)[0]
     return loss
 
 
-def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str) -> None:
+def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str, shapes_may_differ: bool = False) -> None:
     if not isinstance(losses, Tensor) or losses.dtype not in DTYPES:
         what = f"{losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
         raise TypeError(f"losses: expected a floating-point tensor [batch, seq_local], got {what}")
@@ -128,7 +115,8 @@ def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str) ->
             f"losses and labels: flattened, {tuple(losses.shape)}; expected [batch, seq_local], as from "
             "F.cross_entropy(logits.mT, labels, reduction='none')"
         )
-    if losses.dim() != 2 or losses.shape != labels.shape:
+    same = losses.shape[:1] == labels.shape[:1] if shapes_may_differ else losses.shape == labels.shape
+    if losses.dim() != 2 or labels.dim() != 2 or not same:
         raise ValueError(
             f"losses: shape {tuple(losses.shape)}, but labels have {tuple(labels.shape)}; expected "
             "[batch, seq_local] of both, not flattened: one loss a token (reduction='none')"
@@ -138,97 +126,84 @@ def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str) ->
 
 
 @operator(
-    fake=lambda losses, *_: tuple(losses.new_empty((), dtype=sum_dtype(losses)) for _ in range(2)),
+    fake=lambda losses, *_: tuple(losses.new_empty(x, dtype=sum_dtype(losses)) for x in ((), losses.shape)),
     autograd=lambda *args: _MeanOverTokens.apply(*args),
 )
 def mean_over_tokens(
     losses: Tensor, labels: Tensor, sharding: Sharding, fits_sharding: bool, ignore_index: int, gradients: str
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and the number of labels on all ranks that are not ignored, of ``losses`` and ``labels [b, s]``.
+    """The loss, and its derivative with respect to each of ``losses [b, t]``.
 
     ``fits_sharding``: the sharding says how many tokens this rank holds, not only over which ranks to sum.
     """
     if fits_sharding:
-        sharding.check_local(losses.shape[1])
-    sequence, counts = sharding.sequence_group, labels != ignore_index  # [b, s]
+        labels = _labels_of_losses(losses, labels, sharding)
+    ranks, counts = sharding.all_ranks, labels != ignore_index  # [b, t]
     # The loss of an ignored label may be NaN or infinite, so it is masked instead of multiplied by 0.
     local_sum = losses.masked_fill(~counts, 0.0).to(sum_dtype(losses)).sum()
     invalid = ((labels < 0) & counts).any()
     count = torch.where(invalid, torch.nan, counts.sum()).to(local_sum.dtype)  # NaN on all ranks if invalid on one
-    if size_of(sequence) > 1:
-        dist.all_reduce(count, group=sequence)
+    total, count = all_reduce(torch.stack([local_sum, count]), ranks).unbind()
     if count.device.type == "cpu" and count.isnan():  # on a GPU the loss is NaN, because the host would have to wait
         raise ValueError(
             f"labels: some are negative on some rank, and not ignore_index={ignore_index}; pass the ignore_index that "
             "F.cross_entropy gets"
         )
-    loss = local_sum / count
-    if size_of(sequence) > 1:
-        dist.all_reduce(loss, group=sequence)
-    return loss, count
+    share = 1 / count / (size_of(ranks) if gradients == "sum" else 1)
+    return total / count, torch.where(counts, share, 0.0)
+
+
+def _labels_of_losses(losses: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
+    """The labels of the tokens of ``losses``: this rank's tokens, or, of a sharded vocabulary, those of all tp ranks.
+
+    Ranks of tp that hold the same losses count the same labels. The mean is the same.
+    """
+    tokens, own = losses.shape[1], labels.shape[1]
+    if tokens == own == sharding.seq_local:
+        return labels
+    tensor = tensor_group(sharding.mesh, sharding.group) if sharding.over_tp else None
+    lengths = sharding.lengths_in(tensor) if sharding.over_tp else (sharding.seq_local,)
+    if tokens != sum(lengths) or own not in (tokens, sharding.seq_local):
+        sharding.check_local(own)
+        sharding.check_local(tokens)
+    return labels if own == tokens else all_gather(labels, lengths, 1, tensor)
 
 
 @operator(fake=lambda grad, *_: torch.empty_like(grad))
-def gradient_of_a_token(grad: Tensor, count: Tensor, sharding: Sharding, gradients: str) -> Tensor:
-    """The gradient of the loss of each token that counts, a scalar; ``grad`` is the gradient of the mean.
-
-    It looks for wrappers whenever it runs. In compiled code autograd's node belongs to the compiled function, whose
-    inputs include the parameters.
-    """
-    sequence, mode = sharding.sequence_group, cast(Gradients, gradients)
-    if sequence is None:
-        return grad / count
-    reduction = reduction_behind(torch._C._current_autograd_node(), sequence, mode)
-    if reduction is None:
-        return grad / count * (sequence.size() if gradients == "mean" else 1)
-    ranks = frozenset(dist.get_process_group_ranks(sequence))
-    if reduction.ranks != ranks:
-        count = count / len(reduction.ranks & ranks)  # which have the same count
-        for group in reduction.groups:
-            dist.all_reduce(count, group=group)
-    assert reduction.divisor is not None
-    return grad / count * reduction.divisor
+def sum_of_gradients(grad: Tensor, sharding: Sharding) -> Tensor:
+    """The gradient of a loss that all ranks hold, summed over these ranks."""
+    return all_reduce(grad.clone(), sharding.all_ranks)
 
 
 class _MeanOverTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, losses: Tensor, labels: Tensor, *constants: Any) -> tuple[Tensor, Tensor]:
-        loss, count = mean_over_tokens(losses, labels, *constants)
-        ctx.save_for_backward(labels, count)
-        ctx.mark_non_differentiable(count)
-        ctx.dtype, ctx.constants = losses.dtype, constants
-        return loss, count
+        loss, shares = mean_over_tokens(losses, labels, *constants)
+        ctx.save_for_backward(shares)
+        ctx.mark_non_differentiable(shares)
+        ctx.set_materialize_grads(False)
+        ctx.sharding, ctx.dtype = constants[0], losses.dtype
+        return loss, shares
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-        labels, count = ctx.saved_tensors
-        sharding, _, ignore_index, gradients = ctx.constants
-        share = gradient_of_a_token(grad, count, sharding, gradients).to(ctx.dtype)
-        return torch.where(labels != ignore_index, share, torch.zeros_like(share)), *[None] * 5
+        (shares,) = ctx.saved_tensors
+        # Multiplied in float32, because a share may underflow in half precision before a loss scaler has multiplied it.
+        return (sum_of_gradients(grad, ctx.sharding) * shares).to(ctx.dtype), *[None] * 5
 
 
-def all_reduce_loss(local_loss: Tensor, group: ProcessGroup | None, gradient_scale: int = 1) -> Tensor:
-    """The sum of all ranks' ``local_loss``, a scalar.
+class AllReduceSum(torch.autograd.Function):
+    """The sum of the ranks' ``x``, which every rank uses. Backward sums the gradients of all of them, over ``divisor``.
 
-    Its backward gives this rank's partial gradient, multiplied by ``gradient_scale``. If a wrapper such as DDP averages
-    the gradients over the ranks, pass their number.
+    The divisor is the number of ranks where gradients are summed instead of averaged, and otherwise 1.
     """
-    if group is None or group.size() == 1:
-        return local_loss
-    total: Tensor = _AllReduceLoss.apply(local_loss, group, gradient_scale)
-    return total
 
-
-class _AllReduceLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local_loss: Tensor, group: ProcessGroup, gradient_scale: int) -> Tensor:
-        ctx.group, ctx.gradient_scale = group, gradient_scale
-        total = local_loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None, divisor: int = 1) -> Tensor:
+        ctx.group, ctx.divisor = group, divisor
+        return all_reduce(x.detach().clone(), group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        reduction_behind(ctx, ctx.group, "sum" if ctx.gradient_scale == 1 else "mean")  # notes the partial gradients
-        return grad * ctx.gradient_scale, None, None
+        return AllReduceSum.apply(grad, ctx.group) / ctx.divisor, None, None

@@ -248,11 +248,13 @@ def vocab_cross_entropy(
 def vocab_cross_entropy_backward(
     dlosses: Tensor, probs: Tensor, all_labels: Tensor, num_embeddings: int, ignore_index: int, sharding: Sharding
 ) -> Tensor:
-    """The gradient of the logits ``[b, t, v]``, from ``dlosses [b, t]``."""
-    part = VocabPart.of_rank(num_embeddings, tensor_group(sharding.mesh, sharding.group), ignore_index)
+    """The gradient of the logits ``[b, t, v]``, from ``dlosses [b, t]`` of every rank."""
+    group = tensor_group(sharding.mesh, sharding.group)
+    part = VocabPart.of_rank(num_embeddings, group, ignore_index)
+    dlosses = all_reduce(dlosses.masked_fill(all_labels == ignore_index, 0), group)  # every rank holds the losses
     dlogits = probs.clone()
     part.subtract_targets(dlogits, all_labels)
-    return dlogits.mul_(dlosses.masked_fill(all_labels == ignore_index, 0)[..., None])
+    return dlogits.mul_(dlosses[..., None])
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -342,10 +344,11 @@ def vocab_linear_cross_entropy_backward(
     ranks: ParallelContext,
     options: ChunkOptions,
 ) -> list[Tensor]:
-    """The gradients of ``x``, ``weight`` and ``bias`` that are ``needed``, from ``dlosses [b, t]``."""
+    """The gradients of ``x``, ``weight`` and ``bias`` that are ``needed``, from ``dlosses [b, t]`` of every rank."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     need_x, need_weight, need_bias = needed
-    dlosses = dlosses.masked_fill(all_labels == part.ignore_index, 0)
+    # Every rank holds the losses.
+    dlosses = all_reduce(dlosses.masked_fill(all_labels == part.ignore_index, 0), chunks.group)
     # Summed over the chunks, so in float32.
     dweight = torch.zeros_like(weight, dtype=sum_dtype(weight)) if need_weight else None
     dbias = torch.zeros_like(bias, dtype=sum_dtype(bias)) if bias is not None and need_bias else None

@@ -74,6 +74,8 @@ class ShardedWeights(nn.Module):
                 "tensor-parallel layer, or on a module around it, not on a projection inside"
             )
         own = weight.to_local() if torch.compiler.is_compiling() else _ToLocal.apply(weight)
+        if weight.placements[0].is_shard():
+            own = _MeanOverLosses.apply(own, weight.device_mesh.size())
         part = self.tensor_parallel_parts[name]
         return own if part is None else own.narrow(*part)
 
@@ -183,6 +185,22 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> DTensor:
         return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+
+
+class _MeanOverLosses(torch.autograd.Function):
+    """The identity. Backward divides by the ranks of tp, because a shard has the gradients of all their losses.
+
+    A replicated weight has them on several ranks, whose mean ``sync_gradients`` computes. A shard is on one rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.ranks, None
 
 
 def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> None:

@@ -44,8 +44,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     computes with its own heads in any case. The bias of ``o_proj`` is added once, after the reduce-scatter.
 
     On a mesh with ring or ulysses dimensions, the sequence is sharded over ring x ulysses x tp (tp fastest), as
-    ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does. Every rank of ``tp`` must compute the same
-    loss.
+    ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does.
 
     Args:
         overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".

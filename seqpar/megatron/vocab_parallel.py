@@ -223,8 +223,8 @@ def vocab_parallel_cross_entropy(
 
     Returns:
         The loss of each of the group's tokens, ``[batch, tokens]``, float32 (float64 for float64 logits), the same on
-        every rank of the group; 0 where the label is ``ignore_index``. Every rank of the group must run backward from
-        the same scalar.
+        every rank of the group; 0 where the label is ``ignore_index``. Every rank of the group must run backward.
+        ``token_loss(losses, labels, sharding=sharding)`` is their mean over all ranks.
 
     Raises:
         TypeError: ``logits`` or ``labels`` are not tensors of these dtypes.

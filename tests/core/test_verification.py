@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar import Mask
 
+from ..models import sum_gradients
 from ..pool import Pool, on_ranks
 
 TOKENS, VOCABULARY = 24, 11
@@ -90,32 +91,40 @@ class Run:
             labels = ids.roll(-1, 1)
         mask = {"mask": Mask.full(), "not replaced": LOCAL}.get(mistake, Mask.causal())
         logits = self.model(ids, positions, sharding, stem, mask)
-        gradients: Any = {"averaged": "sum", "mean without a wrapper": "mean"}.get(mistake, "auto")
-        if mistake in ("local mean", "uneven"):
+        gradients: Any = "sum" if mistake == "averaged" else "mean"
+        if mistake == "uneven":
             loss = self.losses(logits, labels, "mean")
         else:
             losses = self.losses(logits, labels)
             counted = labels.clamp(min=0) if mistake == "counted" else labels
             loss = seqpar.token_loss(losses, counted, sharding=sharding, gradients=gradients)
+        if "shares" in mistake:
+            loss = self.losses(logits, labels).sum() / (self.labels != -100).sum()
+        if mistake == "term":  # of each rank's own weight
+            loss = loss + 0.1 * (1 + self.group.rank()) * self.plain.head.weight.square().sum()
         loss.backward()
-        if mistake == "stem summed":
+        if mistake == "summed":
             for p in self.model.parameters():
                 dist.all_reduce(p.grad, group=self.group)
-        elif mistake != "not summed" and self.model is self.plain and not isinstance(self.model, dist.fsdp.FSDPModule):
+        elif mistake == "shares, summed":
+            seqpar.sync_gradients(self.model, group=self.group, reduce="sum")
+        elif mistake not in ("not averaged", "shares, not summed", "wrapper that sums", "FSDP2"):
             seqpar.sync_gradients(self.model, group=self.group)
         return loss
 
 
 # What str(report) says of each mistake, and which gradients it names.
 MISTAKES = {
-    "averaged": "1/2 of one device's: DDP or FSDP averages over 2 ranks",
-    "not summed": "call seqpar.sync_gradients",
-    "mean without a wrapper": "pass gradients='mean' only where a wrapper averages",
-    "local mean": "take the loss from seqpar.token_loss",
-    "uneven": "the ranks have different numbers of labels",
-    "stem summed": "used before shard",
+    "averaged": "gradients were averaged where their sum is due",
+    "shares": "call seqpar.sync_gradients(model, reduce='sum')",
+    "shares, not summed": "each rank has a share of the loss and of the gradient",
+    "not averaged": "the step does not average them: call seqpar.sync_gradients",
+    "summed": "2 ranks were summed where their mean is due",
+    "wrapper that sums": "if a wrapper sums, pass token_loss gradients='sum'",
+    "term": "a term of the loss differs between ranks",
+    "uneven": "take the loss from seqpar.token_loss",
     "rows": "the ranks hold different rows",
-    "positions": "positions: the step did not",
+    "positions": "which the step did not ask for",
     "labels": "labels that were shifted after",
     "mask": "another mask",
     "not replaced": "the step computed no attention of seqpar",
@@ -126,10 +135,12 @@ MISTAKES = {
 @on_ranks
 def reports(group: ProcessGroup, seed: int) -> dict[str, tuple[bool, str]]:
     found = {}
-    for name in ("", "stem", "DDP", "FSDP2", *MISTAKES):
+    for name in ("", "stem", "DDP", "FSDP2", "shares, summed", *MISTAKES):
         run = Run(group, seed, name)
-        if name in ("DDP", "averaged"):
-            run.model = DistributedDataParallel(run.plain, process_group=group)
+        if name in ("DDP", "averaged", "wrapper that sums"):
+            run.model = wrapper = DistributedDataParallel(run.plain, process_group=group)
+            if name == "wrapper that sums":
+                sum_gradients(wrapper, group)
         if name == "FSDP2":
             fully_shard(run.plain, mesh=DeviceMesh.from_group(group, "cpu"))
         before = [p.grad for p in run.plain.parameters()]
@@ -149,8 +160,6 @@ def test_right_steps_and_planted_mistakes(pool: Pool) -> None:
             assert not ok and MISTAKES[name] in text, (name, text)
         else:
             assert ok and "equal to one device" in text, (name, text)
-    assert "gradient of stem.weight" in by_rank[0]["stem summed"][1]
-    assert "gradient of head.weight" not in by_rank[0]["stem summed"][1]
 
 
 def test_another_model_as_reference_and_the_error() -> None:

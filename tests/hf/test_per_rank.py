@@ -41,11 +41,11 @@ def batch_of(rank: int, how: str) -> dict[str, Tensor]:
     return make_batch(how, 45 + 7 * rank, 1 + rank % 3, seed=rank)
 
 
-def one_device(world: int, kind: str, how: str, divisor: int = 1) -> list[Result]:
-    """For each batch its loss, and the gradients of the weighted sum of the losses, divided by ``divisor``."""
+def one_device(world: int, kind: str, how: str) -> list[Result]:
+    """For each batch its loss, and the gradients of the mean of the weighted losses."""
     model = tiny(kind)
     losses = [model(**batch_of(rank, how), use_cache=False).loss for rank in range(world)]
-    (torch.stack([(1 + rank) * loss for rank, loss in enumerate(losses)]).sum() / divisor).backward()
+    (torch.stack([(1 + rank) * loss for rank, loss in enumerate(losses)]).mean()).backward()
     return [Result(loss.item(), gradients(model)) for loss in losses]
 
 
@@ -105,7 +105,7 @@ def wrapped(group: ProcessGroup, wrapper: str, expected: list[Result]) -> None:
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp, checkpointed layers", "fsdp1"])
 def test_wrappers_over_all_ranks(four: Pool, wrapper: str) -> None:
     """Wrappers that average over all 4 ranks, of which two share each sequence."""
-    four.run(4, wrapped, wrapper, one_device(4, "llama", "right", divisor=4))
+    four.run(4, wrapped, wrapper, one_device(4, "llama", "right"))
 
 
 @on_ranks
@@ -168,7 +168,7 @@ def classified(group: ProcessGroup, batches: Any, user_loss: bool) -> None:
     by_rank = [batch_of_rows(i) for i in range(group.size() if batches == "per_rank" else 1)]
     plain, model = made(), seqpar.hf.parallelize(made(), group=group, batches=batches)
     expected = [plain(**batch, use_cache=False) for batch in by_rank]
-    torch.stack([x.loss for x in expected]).sum().backward()
+    torch.stack([x.loss for x in expected]).mean().backward()
     output = model(**by_rank[at])
     output.loss.backward()
     seqpar.sync_gradients(model, group=group)
@@ -304,7 +304,7 @@ def batches_of_trainer(group: ProcessGroup, port: int, fsdp: bool, expected: lis
 
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_trainer_that_needs_batches_per_rank(own: OwnPool, fsdp: bool) -> None:
-    expected = one_device(2, "llama", "right", divisor=2)
+    expected = one_device(2, "llama", "right")
     assert own.pool.run(2, batches_of_trainer, own.port, fsdp, expected) == [[0, 2, 4], [1, 3, 5]]
 
 

@@ -221,7 +221,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: seqpar.hf.parallelize(tiny("llama"), strategy="rong"), "strategy='rong': did you mean 'ring'"
     ),
     "layout": (lambda: parallel(layout="zigzack"), "layout='zigzack'"),
-    "gradients": (lambda: parallel(gradients="sum"), "gradients='sum'"),
+    "gradients": (lambda: parallel(gradients="auto"), "gradients='auto'"),
     "outputs": (lambda: parallel(outputs="all"), "outputs='all'"),
     "batches": (lambda: parallel(batches="mine"), "batches='mine'"),
     "outputs and batches": (lambda: parallel(batches="per_rank", outputs="local"), "outputs='local'"),

@@ -294,11 +294,11 @@ FAULTS: dict[str, Fault] = {
     "jumps in positions as documents": (
         jumps_as_documents, ("forward", LAYER.format(0), "attention"), "its queries, keys and values are correct"
     ),
-    "unsummed gradient": (
+    "gradient that is not averaged": (
         lambda group: report_on(parallel(group), sync=lambda model: None),
-        ("gradient", "", "model.embed_tokens.weight"), "partial gradients were not summed",
+        ("gradient", "", "model.embed_tokens.weight"), "gradients were not averaged",
     ),
-    "unsummed gradient in ddp": (ignored_in_ddp, ("gradient", "", UP_PROJ), "were not summed"),
+    "gradient that is not averaged in ddp": (ignored_in_ddp, ("gradient", "", UP_PROJ), "were not averaged"),
     "summed again in ddp": (
         lambda group: report_on(
             DistributedDataParallel(parallel(group), process_group=group), sync=lambda model: sum_of_all(model, group)
@@ -306,7 +306,7 @@ FAULTS: dict[str, Fault] = {
         ("gradient", "", "module.model.embed_tokens.weight"), "multiplied by the number of ranks",
     ),
     "head outside the model summed": (
-        value_head, ("gradient", "", "head.weight"), "multiplied by the number of ranks"
+        value_head, ("gradient", "", "lm.model.embed_tokens.weight"), "multiplied by the number of ranks"
     ),
     "no label and no gradient": (no_gradient, ("gradient", "", "model.embed_tokens.weight"), "gradients of"),
     "wrong positions": (
@@ -338,12 +338,12 @@ FAULTS: dict[str, Fault] = {
     ),
     "gradients divided by P": (
         lambda group: report_on(
-            DistributedDataParallel(parallel(group, gradients="partial"), process_group=group)
+            DistributedDataParallel(parallel(group, gradients="sum"), process_group=group)
         ),
         ("gradient", "", "module.model.embed_tokens.weight"), "divided by the number of ranks",
     ),
     "gradients times P": (
-        lambda group: report_on(parallel(group, gradients="mean")),
+        lambda group: report_on(parallel(group), sync=lambda model: sum_of_all(model, group)),
         ("gradient", "", "model.embed_tokens.weight"), "multiplied by the number of ranks",
     ),
     "stale keys in backward": (
@@ -376,8 +376,8 @@ FAULTS: dict[str, Fault] = {
         lambda group: in_text_model(group, deepstack_visual_embeds=lambda embeds: [2 * x for x in embeds]),
         ("forward", LAYER_OF_TEXT.format(1), "input"), "mixes or changes",
     ),
-    "unsummed gradient of the tower": (
-        tower_not_summed, ("gradient", "", "model.vision_tower.embeddings.patch_embedding.weight"), "were not summed"
+    "gradient that is not averaged of the tower": (
+        tower_not_summed, ("gradient", "", "model.vision_tower.embeddings.patch_embedding.weight"), "were not averaged"
     ),
     "other weights": (other_weights, ("weights", "", "model.norm.weight"), "different weights"),
 }  # fmt: skip

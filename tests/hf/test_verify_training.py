@@ -62,7 +62,7 @@ def while_training(group: ProcessGroup, fault: bool) -> tuple[int, str]:
 def test_every_n_steps(pool: Pool) -> None:
     assert pool.run(2, while_training, False) == [(2, "")] * 2
     for checked, said in pool.run(2, while_training, True):
-        assert checked == 1 and "were not summed" in said
+        assert checked == 1 and "were not averaged" in said
 
 
 class OwnForCausalLM(transformers.MistralForCausalLM):  # type: ignore[misc]

@@ -6,7 +6,7 @@ which compare their own with them.
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -102,17 +102,6 @@ class Result(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-@cache
-def freeze_imports(kind: str) -> None:
-    """Exclude the objects made by imports from garbage collection, once for each kind of model.
-
-    The first forward of each parallelized model searches all objects for wrappers. With the objects made by imports,
-    this search would take most of a test's time.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 def tiny(kind: str, attention: str = "eager", seed: int = 0, auto: Any = None, **changes: Any) -> Any:
     """A model with random weights, which are larger than usual so that no parameter has a gradient near zero.
 
@@ -133,7 +122,6 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, auto: Any = None, *
         tokens = kind == "bert_tokens"
         auto_model = transformers.AutoModelForTokenClassification if tokens else transformers.AutoModelForMaskedLM
     model = auto_model.from_config(config, attn_implementation=attention)
-    freeze_imports(kind)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() > 1:
@@ -253,10 +241,25 @@ def one_device_of(kind: str, how: str) -> Result:
 
 def mean_of(kind: str, batches: list[dict[str, Tensor]]) -> tuple[list[float], Result]:
     """The one-device loss of each batch, and the mean loss with its gradients."""
+    return weighted_mean_of(kind, batches, [1.0] * len(batches))
+
+
+def weighted_mean_of(
+    kind: str, batches: list[dict[str, Tensor]], weights: Sequence[float]
+) -> tuple[list[float], Result]:
     each = [one_device(kind, batch) for batch in batches]
-    losses = [x.loss for x in each]
-    grads = {name: torch.stack([x.gradients[name] for x in each]).mean(0) for name in each[0].gradients}
-    return losses, Result(sum(losses) / len(losses), grads)
+    losses, shares = [x.loss for x in each], [weight / sum(weights) for weight in weights]
+
+    def mean(values: Iterable[Any]) -> Any:
+        return sum(share * x for share, x in zip(shares, values, strict=True))
+
+    return losses, Result(mean(losses), {name: mean(x.gradients[name] for x in each) for name in each[0].gradients})
+
+
+def mean_over_labels(kind: str, batches: list[dict[str, Tensor]]) -> Result:
+    """The loss over all labels of the batches, as on one device, with its gradients."""
+    counted = [float((batch["labels"][:, int(kind not in IN_PLACE) :] != -100).sum()) for batch in batches]
+    return weighted_mean_of(kind, batches, counted)[1]
 
 
 Case = tuple[str, str, str]  # the model, the arguments of ``parallelize`` and the batch

@@ -1,7 +1,8 @@
-"""``sync_gradients``: sums of gradients over the ranks that share a sequence."""
+"""``sync_gradients``: the mean of the gradients over the ranks that hold a parameter."""
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 
-from ..pool import Pool, mesh_of, on_ranks
+from ..pool import OwnPool, Pool, mesh_of, on_ranks
 
 
 @on_ranks
@@ -37,13 +38,13 @@ def sync_linears(group: ProcessGroup, dtype: torch.dtype) -> dict[str, Tensor | 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_gradients_are_summed_in_float32(pool: Pool, dtype: torch.dtype) -> None:
+def test_gradients_are_averaged_in_float32(pool: Pool, dtype: torch.dtype) -> None:
     for rank, grads in enumerate(pool.run(4, sync_linears, dtype)):
-        total = torch.tensor(256.0 + 3 * 1.0).to(dtype)
+        mean = torch.tensor((256.0 + 3 * 1.0) / 4).to(dtype)
         assert grads["all"] is not None and grads["all"].dtype == dtype
-        assert (grads["all"] == total).all()
-        assert grads["tied"] is not None and (grads["tied"] == total).all()
-        assert grads["one"] is not None and (grads["one"] == 5).all()
+        assert (grads["all"] == mean).all()
+        assert grads["tied"] is not None and (grads["tied"] == mean).all()
+        assert grads["one"] is not None and (grads["one"] == 5 / 4).all()
         assert grads["none"] is None
         assert grads["frozen"] is not None and (grads["frozen"] == rank).all()
 
@@ -75,6 +76,7 @@ def sync_modules_that_differ(group: ProcessGroup, how: str) -> str:
     if how == "number" and odd:
         layers.append(nn.Linear(2, 2))
     module: nn.Module = nn.Sequential(*layers)
+    layers[0](torch.ones(1, 3)).sum().backward()
     if how == "sparse":
         module = nn.Embedding(4, 2, sparse=True)
         module(torch.tensor([1])).sum().backward()
@@ -96,7 +98,7 @@ def test_modules_that_differ(pool: Pool, how: str, words: str) -> None:
 
 @on_ranks
 def sync_dtensors(group: ProcessGroup) -> tuple[Tensor, Tensor, list[int]]:
-    """Parameters sharded over dp; their gradients are summed over the sequence dimension of the mesh."""
+    """Parameters sharded over dp; their gradients are averaged over the sequence dimension of the mesh."""
     mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "sequence"))
     module = nn.Linear(6, 4, bias=True)
     for name, local, placement in (("weight", torch.ones(2, 6), Shard(0)), ("bias", torch.ones(4), Replicate())):
@@ -112,8 +114,8 @@ def sync_dtensors(group: ProcessGroup) -> tuple[Tensor, Tensor, list[int]]:
 def test_dtensor_parameters(pool: Pool) -> None:
     for rank, (weight, bias, shape) in enumerate(pool.run(8, sync_dtensors)):
         assert shape == [4, 6] and weight.shape == (2, 6)
-        assert (weight == (0 + 1 + 3 if rank < 4 else 4 + 5 + 7)).all()
-        assert (bias == 3).all()
+        assert (weight == (0 + 1 + 3 if rank < 4 else 4 + 5 + 7) / 4).all()
+        assert (bias == 3 / 4).all()
 
 
 @on_ranks
@@ -132,70 +134,48 @@ def test_fully_shard_casts_beside_masks_and_shardings(pool: Pool) -> None:
 
 
 @on_ranks
-def sync_again(group: ProcessGroup, how: str) -> list[str]:
-    """The error of each call of ``sync_gradients``; "" for none."""
-    mesh = mesh_of(dp=1, ring=2, ulysses=1, tp=1)
+def sync_twice(group: ProcessGroup, how: str) -> str:
+    """The error of ``sync_gradients`` beside a wrapper over the same ranks; "" if it changes nothing."""
+    mesh = mesh_of(dp=1, ring=4, ulysses=1, tp=1)
     sequence = mesh["ring"].get_group()
-    module: nn.Module = nn.Linear(4, 4)
+    module: Any = nn.Linear(4, 4)
     if how.startswith("ddp"):
         module = DistributedDataParallel(module, process_group=sequence)
-    if how == "fsdp":
+    if how.startswith("fsdp2"):
         fully_shard(module, mesh=mesh["ring"])
     if how.startswith("fsdp1"):
         module = FullyShardedDataParallel(module, process_group=sequence, device_id=torch.device("cpu"))
-
-    def step() -> str:
-        try:
-            seqpar.sync_gradients(module.module if how.endswith("inside") else module, mesh=mesh)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    module(torch.ones(2, 4)).sum().backward()
-    errors = [step(), step()]
-    module(torch.ones(2, 4)).sum().backward()  # adds to the gradients
-    errors += [step(), step()]
-    module.zero_grad()
-    module(torch.ones(2, 4)).sum().backward()
-    return [*errors, step()]
+    (group.rank() * module(torch.ones(2, 4))).sum().backward()
+    before = [p.grad.clone() for p in module.parameters()]
+    try:
+        where: Any = {"group": sequence} if "group" in how else {"mesh": mesh}
+        for _ in range(2):
+            seqpar.sync_gradients(module.module if "inside" in how else module, **where)
+    except ValueError as error:
+        return str(error)
+    if how == "plain":
+        assert all(bool((g == 2 * group.rank()).all()) for g in before)
+        assert all(bool((p.grad == 3).all()) for p in module.parameters())
+    else:
+        assert all(torch.equal(g, p.grad) for g, p in zip(before, module.parameters(), strict=True))
+    return ""
 
 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("plain", ["", "no backward has added", "has been written to since", "has been written to since", ""]),
-        ("ddp", ["DistributedDataParallel over the ranks of the sequence"] * 5),
-        ("ddp, inside", ["DistributedDataParallel over the ranks of the sequence"] * 5),
-        ("fsdp1", ["FullyShardedDataParallel over the ranks of the sequence"] * 5),
-        ("fsdp1, inside", ["FullyShardedDataParallel over the ranks of the sequence"] * 5),
-        ("fsdp", ["weight: fully_shard over the ranks of the sequence"] * 5),
+        *(("plain", ""), ("ddp", ""), ("ddp, inside", ""), ("fsdp1", ""), ("fsdp2", "")),
+        ("fsdp1, inside", "pass the wrapped module"),
+        ("fsdp1, group", "its shards are on the ranks that its gradient would be averaged over"),
+        ("fsdp2, group", "its shards are on the ranks that its gradient would be averaged over"),
     ],
 )
-def test_gradients_are_summed_once(how: str, words: list[str]) -> None:
-    two = Pool(2)
-    try:
-        for errors in two.run(2, sync_again, how):
-            assert all(word in error and bool(word) == bool(error) for error, word in zip(errors, words, strict=True))
-    finally:
-        two.close()
+def test_to_average_twice_changes_nothing(own: OwnPool, how: str, words: str) -> None:
+    for error in own.pool.run(4, sync_twice, how):
+        assert words in error and bool(words) == bool(error)
 
 
-@on_ranks
-def sync_over_two_groups(group: ProcessGroup) -> Tensor:
-    """One gradient, summed over the sequence and then over dp."""
-    mesh = mesh_of(dp=2, ring=4, ulysses=1, tp=1)
-    module = nn.Linear(2, 2, bias=False)
-    module.weight.grad = torch.full((2, 2), group.rank() + 1.0)
-    seqpar.sync_gradients(module, mesh=mesh)
-    seqpar.sync_gradients(module, group=mesh["dp"].get_group())
-    return module.weight.grad
-
-
-def test_other_groups_may_follow(pool: Pool) -> None:
-    assert all(bool((grad == 36).all()) for grad in pool.run(8, sync_over_two_groups))
-
-
-def test_one_process_has_nothing_to_sum() -> None:
+def test_one_process_has_nothing_to_average() -> None:
     module = nn.Linear(2, 2)
     module.weight.grad = torch.ones(2, 2)
     seqpar.sync_gradients(module)

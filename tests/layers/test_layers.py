@@ -121,7 +121,7 @@ def run_layer(case: Case, strategy: str, layout: str, options: dict[str, Any], s
     y = layer(x, mask=case.mask, positions=tensors.get("positions"), seq_len=seq_len)
     y.backward(tensors["dy"])
     if strategy != "local":
-        seqpar.sync_gradients(layer, group=options["group"])
+        seqpar.sync_gradients(layer, group=options["group"], reduce="sum")
     gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     assert x.grad is not None
     return {"y": y.detach(), "dx": x.grad, **gradients}
@@ -354,7 +354,7 @@ def hybrid_on_mesh(group: ProcessGroup) -> tuple[Tensor, Tensor]:
     x, dy = (seqpar.shard(tensors[name], mesh=mesh, layout="zigzag") for name in ("x", "dy"))
     y = layer(x)
     y.backward(dy)
-    seqpar.sync_gradients(layer, mesh=mesh)
+    seqpar.sync_gradients(layer, mesh=mesh, reduce="sum")
     assert layer.k_proj.weight.grad is not None
     return seqpar.unshard(y.detach(), mesh=mesh, layout="zigzag"), layer.k_proj.weight.grad
 

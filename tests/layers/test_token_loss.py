@@ -1,4 +1,4 @@
-"""``token_loss``: its value is one device's mean over the labels that count; its backward gives partial gradients."""
+"""``token_loss``: one device's mean over the labels that count, on every rank, whose gradients are averaged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compute(group: ProcessGroup, seq_len: int, layout: str, dtype: torch.dtype) 
     loss = seqpar.token_loss(losses_local, seqpar.shard(labels, **sharding), group=group)
     loss.backward()
     assert losses_local.grad is not None
-    return loss.detach(), seqpar.unshard(losses_local.grad, **sharding)
+    return loss.detach(), seqpar.unshard(losses_local.grad, **sharding) / group.size()  # the mean over the ranks
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -57,7 +57,7 @@ def compute_on_a_mesh(group: ProcessGroup) -> Tensor:
     losses, labels = losses_and_labels(29, torch.float64)
     sharding: dict[str, Any] = {"mesh": mesh, "strategy": "tp_sp"}
     losses, labels = (seqpar.shard(x, layout="contiguous", **sharding) for x in (losses, labels))
-    return seqpar.token_loss(losses, labels, **sharding)
+    return seqpar.token_loss(losses, labels, mesh=mesh)
 
 
 def test_tokens_that_are_sharded_over_tp_too(pool: Pool) -> None:
@@ -94,8 +94,8 @@ def test_gradients_that_are_no_choice() -> None:
 @on_ranks
 def compute_unlike(group: ProcessGroup, what: str) -> str:
     odd = group.rank() == 1
-    losses = torch.ones(2 if what == "batch" and odd else 1, 3)
-    labels = torch.zeros(2 if what == "batch" and odd else 1, 4 if what == "shape" and odd else 3, dtype=torch.int64)
+    losses = torch.ones(1, 3, dtype=torch.float64 if what == "dtype" and odd else torch.float32)
+    labels = torch.zeros(1, 4 if what == "shape" and odd else 3, dtype=torch.int64)
     try:
         seqpar.token_loss(losses, labels, group=group)
     except (ValueError, RuntimeError) as error:
@@ -104,7 +104,7 @@ def compute_unlike(group: ProcessGroup, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "words"), [("batch", ["batch", "batch"]), ("shape", ["rank(s) [1]", "losses: shape"])]
+    ("what", "words"), [("dtype", ["dtype", "dtype"]), ("shape", ["rank(s) [1]", "losses: shape"])]
 )
 def test_ranks_that_disagree_all_raise(pool: Pool, what: str, words: list[str]) -> None:
     for said, word in zip(pool.run(2, compute_unlike, what), words, strict=True):

@@ -65,7 +65,7 @@ def loss_in_chunks(
     losses.backward(grad.to(losses.dtype))
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     assert x_local.grad is not None and head.weight.grad is not None and head.bias.grad is not None
-    return [losses.detach(), x_local.grad, full(head.weight.grad), full(head.bias.grad)]
+    return [losses.detach(), x_local.grad / group.size(), full(head.weight.grad), full(head.bias.grad)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -188,7 +188,7 @@ def compare_with_one_device(
             (x.grad, sharding.shard(full.grad)),
         ]
         if options["strategy"] != "tp_sp":  # whose ranks have parts of the weights
-            seqpar.sync_gradients(layer, group=group)
+            seqpar.sync_gradients(layer, group=group, reduce="sum")
             pairs += [(p.grad, one.grad) for p, one in zip(layer.parameters(), one_device.parameters(), strict=True)]
         for actual, want in pairs:
             assert actual is not None and want is not None

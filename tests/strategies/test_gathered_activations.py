@@ -73,7 +73,7 @@ class Case:
         y = layer(x, mask=self.mask, sharding=sharding, positions=local["positions"] if self.positions else None)
         y.backward(local["dy"].to(y.dtype))
         if sharding.sequence_group is not None:
-            seqpar.sync_gradients(layer, group=sharding.sequence_group)
+            seqpar.sync_gradients(layer, group=sharding.sequence_group, reduce="sum")
         assert x.grad is not None
         return {"y": y.detach(), "dx": x.grad, **{n: p.grad for n, p in layer.named_parameters() if p.grad is not None}}
 

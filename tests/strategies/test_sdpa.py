@@ -136,7 +136,7 @@ def train(group: ProcessGroup, name: str, seed: int) -> None:
                 y.backward(sharding.shard(dout) if sharded else dout)
             outputs.append(y.detach() if sharded else sharding.shard(y.detach()))
             if sharded:
-                seqpar.sync_gradients(model, group=group)
+                seqpar.sync_gradients(model, group=group, reduce="sum")
             gradients.append([p.grad for p in model.parameters()])
         assert_close(outputs[1], outputs[0], torch.float64)
         for result, expected in zip(gradients[1], gradients[0], strict=True):

@@ -229,20 +229,22 @@ def _shapes(local: Tensor, expected: Tensor) -> str:
 
 
 def compare_tensors(
-    ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float, ranks: int
+    ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float, losses: int
 ) -> list[Difference]:
-    """The first recorded tensor of the forward that differs, and the first gradient in backward that differs."""
+    """The first recorded tensor of the forward that differs, and the first gradient in backward that differs.
+
+    A gradient of this rank's tokens is the sum of the gradients of that many ``losses``.
+    """
     # A parallelized layer of latent attention records latents instead of keys and values.
     order = [
         place
         for place in theirs.tensors
         if place.quantity not in ("key", "value") or Place(place.layer, "latents") not in ours.tensors
     ]
-    scale = _gradient_scale(ours, theirs, batch, ranks)
     differences = []
     for kind, places, local, full in (
         ("forward", order, ours.tensors, theirs.tensors),
-        ("backward", order[::-1], {p: x / scale for p, x in ours.gradients.items()}, theirs.gradients),
+        ("backward", order[::-1], {p: x / losses for p, x in ours.gradients.items()}, theirs.gradients),
     ):
         for at, place in enumerate(places):
             result = _compare(local.get(place), full[place], batch, tolerance) if place in full else None
@@ -283,25 +285,6 @@ def _compare(
     if not wrong.any():
         return None
     return tuple(batch.positions[wrong.any(0)].tolist()), float(error.nan_to_num(math.inf).max()), ""
-
-
-def _gradient_scale(ours: Recording, theirs: Recording, batch: FullBatch, ranks: int) -> float:
-    """The factor between this rank's gradients and the gradients on one device: ``ranks``, ``1 / ranks`` or 1.
-
-    It is not 1 if a wrapper averages the gradients of the parameters over the ranks, and the loss is scaled for that.
-    """
-    valid = batch.valid.index_select(1, batch.positions)  # [b, s_local]
-    for place in reversed(theirs.gradients):
-        local, full = ours.gradients.get(place), theirs.gradients[place]
-        if local is None:
-            continue
-        expected = full.index_select(1, batch.positions)
-        square = float((expected * valid.reshape(*valid.shape, *[1] * (expected.dim() - 2))).square().sum())
-        if local.shape != expected.shape or square == 0.0:
-            continue
-        factor = float((local * expected).sum()) / float(expected.square().sum())
-        return next((float(f) for f in (ranks, 1 / ranks) if abs(factor / f - 1) < 0.05), 1.0)
-    return 1.0
 
 
 def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
@@ -370,7 +353,7 @@ def _dense_attention(
 def parameter_differences(
     ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float, ranks: int
 ) -> list[Difference]:
-    """Compare the gradients of the parameters, by name, after they were summed over the ranks."""
+    """Compare the gradients of the parameters, by name, after they were averaged over the ranks."""
     least = 1e-3 * max((float(g.norm()) for g in theirs.values()), default=0.0)
     differences = []
     for name in dict.fromkeys([*theirs, *ours]):
@@ -390,12 +373,12 @@ def parameter_differences(
 def _multiple(factor: float, ranks: int) -> str:
     if abs(factor * ranks - 1) < 0.01:
         return (
-            f"it is divided by the number of ranks, {ranks}, because a wrapper averages over them; call parallelize "
-            "with gradients='auto' or 'mean'"
+            f"it is divided by the number of ranks, {ranks}: it was averaged over them, but each rank's loss was its "
+            "share of a sum; call parallelize with gradients='mean', or sync_gradients with reduce='sum'"
         )
     if abs(factor / ranks - 1) < 0.01:
         return (
-            f"it is multiplied by the number of ranks, {ranks}, because no wrapper averages over them; call "
-            "parallelize with gradients='partial'"
+            f"it is multiplied by the number of ranks, {ranks}: it was summed over them instead of averaged; call "
+            "sync_gradients without reduce='sum', or parallelize with gradients='sum' if a wrapper sums"
         )
     return f"it is the correct gradient times {factor:.4g}"

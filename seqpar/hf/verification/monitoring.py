@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ...verification import VerificationError, tolerance_of
-from ...wrappers import outermost
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
@@ -100,7 +99,7 @@ class _Monitor:
         tolerance = tolerance_of(self.root)
         if self.foreign:  # nobody asked for this run, so that rounding must not end the training
             tolerance *= 4
-        return verify(outermost(self.root), batch, raise_on_error=False, tolerance=tolerance)
+        return verify(self.root, batch, raise_on_error=False, tolerance=tolerance)
 
     def _check_summed(self, seq_len: int) -> None:
         patch, root = self.patch, self.root
@@ -112,7 +111,7 @@ class _Monitor:
         by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
         ranks = [dict(rank[0]) for rank in by_rank]
         tolerance, nan = tolerance_of(root), float("nan")
-        why = "it differs between the ranks: the ranks' partial gradients were not summed"
+        why = "it differs between the ranks: the ranks' gradients were not averaged"
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             norm = [rank.get(name, 0.0) for rank in ranks]
             error = (max(norm) - min(norm)) / max(*norm, 1e-30)

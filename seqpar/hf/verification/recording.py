@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel, masking_utils
@@ -26,9 +25,9 @@ from transformers.masking_utils import (
 )
 
 from ...comm.communicator import existing_communicators
+from ...layers.gradients import is_flattened
 from ...rendezvous import group_timeout
 from ...verification import unchanged
-from ...wrappers import outermost
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
 from ..per_rank import on_this_rank
@@ -307,6 +306,5 @@ def foreign_wrappers(model: nn.Module, root: nn.Module) -> bool:
 
 def unsharded_parameters(root: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that every rank of the sequence holds in full, by name."""
-    if any(isinstance(m, FullyShardedDataParallel) for m in outermost(root).modules()):
-        return {}
-    return {n: p for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta"}
+    named = ((n, p) for n, p in root.named_parameters() if not isinstance(p, DTensor) and p.device.type != "meta")
+    return {n: p for n, p in named if not is_flattened(p)}

@@ -21,16 +21,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ...checks import check_number
 from ...comm.handshake import all_gather_header
-from ...layers.gradients import sync_gradients
+from ...layers.gradients import shard_groups, sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
 from ...verification import VerificationError, error_of, products, tolerance_of
-from ...wrappers import averages_over
 from ..batch import checksum
 from ..loss import reduce_over_ranks
 from ..state import NAME, Patch, patch_of
@@ -121,8 +122,9 @@ def verify(
         raise_on_error: whether to raise an error if something differs. Otherwise only return the report.
         shard: the function with which your training loop shards a batch, if the loop does not leave that to the model.
             It is called with the full batch and returns this rank's part, as ``shard_batch`` does.
-        sync: the function with which your training loop sums the gradients after backward. It is called with ``model``.
-            The default is ``sync_gradients``, or nothing inside DDP or FSDP over the ranks of the sequence.
+        sync: the function with which your training loop averages the gradients after backward. It is called with
+            ``model``. The default is ``sync_gradients``, or nothing if ``model`` has DDP or FSDP over all ranks of the
+            sequence in it.
         tolerance: the largest error that counts as equal, relative to the norm of the compared tensor. By default 1e-3
             for float32, 0.02 for float16, 0.1 for bfloat16 and 1e-6 for float64. Use float32 if you can, because half
             precision hides small errors.
@@ -149,7 +151,9 @@ def verify(
         stack.enter_context(deadline(patch.group, deadline_s))
         stack.enter_context(evaluated(model))
         shared = replace(patch.settings, batches="shared")
-        stack.enter_context(mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, settings=shared))
+        stack.enter_context(
+            mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.group)
+        )
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
@@ -289,9 +293,8 @@ class _Verification:
         if loss.requires_grad and not alone:
             if sync is not None:
                 sync(self.model)
-            elif not averages_over(self.patch.group, self.model):
-                module = self.model if foreign_wrappers(self.model, self.root) else self.root
-                sync_gradients(module, mesh=self.patch.mesh, group=self.patch.given_group)
+            elif not _wrapped_over(self.patch.group, self.model):
+                sync_gradients(self.model, group=self.patch.group)
         run.parameter_gradients = {
             name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach().cpu()
             for name, p in self.model.named_parameters()
@@ -321,7 +324,8 @@ class _Verification:
     def _compare(self, ours: Recording, theirs: Recording) -> list[Difference]:
         tolerance = self.tolerance
         found = compare_inputs(ours, theirs, self.batch, self.patch)
-        found += compare_tensors(ours, theirs, self.batch, tolerance, self.patch.ranks)
+        losses = self.patch.ranks if self.patch.settings.gradients == "mean" else 1
+        found += compare_tensors(ours, theirs, self.batch, tolerance, losses)
         error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
         if not error <= tolerance and not (isnan(ours.loss) and isnan(theirs.loss)):  # NaN: no label counts
             why = f"{ours.loss:.6f}, on one device {theirs.loss:.6f}"
@@ -340,7 +344,7 @@ class _Verification:
         ranks = tuple(i for i, rank in enumerate(by_rank) if first in rank)
         worst, why = max(by_rank[i][first] for i in ranks)
         if self._is_partial(first, ours, theirs):
-            why = "the ranks' partial gradients were not summed; call seqpar.sync_gradients after backward"
+            why = "the ranks' gradients were not averaged; call seqpar.sync_gradients after backward"
         elif not why and len(names) < len(theirs):
             why = f"the gradients of {len(theirs) - len(names)} other parameters are correct"
         if len(names) > 1:
@@ -362,7 +366,7 @@ class _Verification:
         def equal(a: Tensor, e: Tensor) -> bool:
             return error_of(products(a, e).tolist()) <= self.tolerance
 
-        scales = (1, self.patch.ranks)  # for a wrapper that averages, the loss is multiplied by the number of ranks
+        scales = (1, self.patch.ranks)  # 1 where each rank's loss is its share of a sum
         is_sum = any(equal(total / c, theirs[name]) for c in scales)
         is_mean = equal(self.patch.ranks * local, total)
         by_rank = self._exchange([is_sum, is_mean])
@@ -387,6 +391,15 @@ class _Verification:
 
     def _exchange(self, value: list[Any]) -> list[Any]:
         return exchange(self.patch, value, self.limit)
+
+
+def _wrapped_over(group: ProcessGroup | None, model: nn.Module) -> bool:
+    """Whether DDP or FSDP in ``model`` averages over the ranks of ``group``."""
+    if group is None:
+        return True
+    wrappers = (m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel))
+    sharded = (one for over in shard_groups(model).values() for one in over)
+    return any({*global_ranks(group)} <= {*global_ranks(one)} for one in (*wrappers, *sharded))
 
 
 def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
