@@ -98,11 +98,11 @@ def main(argv: list[str] | None = None) -> list[float]:
             with seqpar.replace_sdpa(sharding):  # seqpar: attention sees the tokens of all ranks
                 logits = model(ids_local, positions)
             each = F.cross_entropy(logits.mT, labels_local, ignore_index=IGNORED, reduction="none")
-            loss = seqpar.token_loss(each, labels_local)  # seqpar: the mean over all ranks' labels
+            loss = seqpar.token_loss(each, labels_local, sharding=sharding)  # seqpar: the mean over all ranks' labels
             (loss / 2).backward()
             losses.append(loss.item())
         if args.wrapper == "none":
-            seqpar.sync_gradients(model)  # seqpar: once, after the last part; DDP and FSDP do it themselves
+            seqpar.sync_gradients(model, mesh=mesh)  # seqpar: the mean over all ranks; DDP and FSDP do it themselves
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

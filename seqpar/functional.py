@@ -142,7 +142,7 @@ def attention(
         softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 turns it off (Gemma 2).
         sinks: ``[heads]``, one more logit per head in the denominator of the softmax (gpt-oss). Its gradient is this
-            rank's partial gradient: sum it over the sequence group.
+            rank's part of a sum over the sequence group.
         alibi_slopes: ``[heads]`` or ``[batch, heads]``, without gradient. ``slope * |i - j|`` is subtracted from the
             scores, for global positions ``i`` and ``j`` (Press et al., 2021).
         dropout_p: the probability of dropping an attention weight. What is dropped depends on the seed, the batch
@@ -158,7 +158,7 @@ def attention(
             [batch, seq, 1, width]`` holds latents and ``v [batch, seq, 1, rope]`` holds rotated keys, and these are
             sent. The key of a head is ``cat(latent_weight[head, :nope] @ latent, rotated key)``, its value is
             ``latent_weight[head, nope:] @ latent``, and ``nope`` is ``head_dim - rope``. The gradient of
-            ``latent_weight`` is this rank's partial gradient: sum it over the sequence group.
+            ``latent_weight`` is this rank's part of a sum over the sequence group.
         strategy_options: ``comm`` ("all_gather", "p2p", "a2a", "a2a+p2p") for context_parallel, by default "all_gather"
             on one host and "p2p" on several; ``chunks`` of heads for its all-gather; ``ulysses_size`` for hybrid and
             "a2a+p2p" on a plain group.

@@ -126,7 +126,7 @@ def _print(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         f"[dim]The loss of the first step is {rows[0]['first_loss']:.4f}. Largest difference: of the loss between a "
         "run and one process, at any step. Peak memory: resident memory above what it was without the model, on the "
         "rank with the most. Sent per token: bytes that attention sends in forward and backward, over all ranks. "
-        f"The sum of the weights' gradients sends another {' or '.join(map(human_bytes, gradients))} per step"
+        f"The mean of the weights' gradients sends another {' or '.join(map(human_bytes, gradients))} per step"
         f"{' (less under tp_sp, which shards most weights)' * (len(gradients) > 1)}.[/]"
     )
 

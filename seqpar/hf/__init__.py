@@ -1,7 +1,7 @@
 """transformers models with their sequence sharded over ranks: one line to patch, the same loss, the same gradients.
 
 Give a ``ParallelismConfig`` to the Trainer, to TRL or to accelerate. In a loop of your own, ``parallelize`` the model,
-call it with the batch, and sum the partial gradients with ``seqpar.sync_gradients``.
+call it with the batch, and average the gradients with ``seqpar.sync_gradients``.
 """
 
 from __future__ import annotations

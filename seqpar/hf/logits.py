@@ -192,8 +192,8 @@ def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """The log-probability of each token given the tokens before it.
 
     The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
-    rank must compute the same loss from the result. Backward then computes partial gradients, which are summed over the
-    ranks as in a training on ``model(**batch).loss``. With ``batches="per_rank"``, each rank has its own batch and its
+    rank must compute the same loss from the result. Gradients are averaged over the ranks as in a training on
+    ``model(**batch).loss``. With ``batches="per_rank"``, each rank has its own batch and its
     own loss.
 
     Args:

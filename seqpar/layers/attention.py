@@ -71,8 +71,8 @@ class AttentionLayer(nn.Module):
     Every rank holds all the weights, named and shaped as in Hugging Face's Llama: ``q_proj [heads * head_dim,
     hidden]``, ``k_proj`` and ``v_proj [kv_heads * head_dim, hidden]``, ``o_proj [hidden, heads * head_dim]``; with
     ``qk_norm`` also ``q_norm`` and ``k_norm [head_dim]``, with ``sinks`` also ``sinks [heads]``. A checkpoint of one
-    strategy therefore loads under every other. After ``backward``, each rank has the partial gradient of the weights
-    from its own tokens; ``seqpar.sync_gradients`` sums the partial gradients.
+    strategy therefore loads under every other. ``seqpar.sync_gradients`` averages the gradients of the weights after
+    ``backward``.
 
     The subclasses document the options of their strategies, and ``ParallelAttention`` all other arguments. The
     constants of attention are in ``spec``, an ``AttentionSpec``.

@@ -74,9 +74,7 @@ shards = mesh["dp", "ring", "ulysses"]._flatten("shards")
 _LAYERS_LOSS = """\
 def loss_of(batch):  # the same on the ranks of a sequence
     ids, labels = (sharding.shard(batch[name]) for name in ("input_ids", "labels"))
-    losses = model(ids, labels)  # of the tokens of the tensor-parallel ranks
-    averaged = mesh["ring"].size() * mesh["ulysses"].size()  # FSDP averages over these ranks, which add up one loss
-    return losses.sum() / batch["labels"].numel() * averaged
+    return seqpar.token_loss(model(ids, labels), labels, sharding=sharding)
 """
 _HOSTS = """\
 shape = {hosts}, {per_host}

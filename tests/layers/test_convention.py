@@ -603,3 +603,59 @@ def test_ranks_with_other_gradients_inside_backward(pool: Pool) -> None:
     assert all(
         "another rank has another parameter's gradient" in x for x in pool.run(2, other_gradients_inside_backward)
     )
+
+
+@on_ranks
+def sharded_vocabulary(group: ProcessGroup, seed: int, degrees: tuple[int, int, int, int], how: str) -> None:
+    """The losses of a vocabulary that tp shards, with unlike labels over ranks and replicas, and a penalty."""
+    torch.manual_seed(seed)
+    mesh = mesh_of(*degrees)
+    rows, tokens, vocab = degrees[0], 23, 11
+    local: Any = nn.ModuleDict(
+        {"embedding": nn.Embedding(vocab, HIDDEN), "norm": nn.RMSNorm(HIDDEN), "head": nn.Linear(HIDDEN, vocab)}
+    ).double()
+    options: Any = {"mesh": mesh, "dtype": torch.float64}
+    model: Any = nn.ModuleDict(
+        {
+            "embedding": seqpar.VocabParallelEmbedding(vocab, HIDDEN, **options),
+            "norm": copy.deepcopy(local["norm"]),
+            "head": seqpar.VocabParallelHead(HIDDEN, vocab, bias=True, **options),
+        }
+    )
+    model.load_state_dict(local.state_dict())
+    sharding = Sharding(tokens, "zigzag", mesh=mesh, strategy="tp_sp")
+    if how == "fsdp2":
+        for module in model.values():
+            fully_shard(module, mesh=mesh["dp"])
+    for _ in range(2):
+        ids, labels = torch.randint(vocab, (2, rows, tokens)).unbind()
+        labels[0, 3:19] = -100
+        penalty = 0.1 * local["norm"].weight.square().sum()
+        logits = local["head"](local["norm"](local["embedding"](ids)).tanh())
+        (F.cross_entropy(logits.mT, labels) + penalty).backward()
+
+        at = slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
+        ids_local, labels_local = sharding.shard(ids[at]), sharding.shard(labels[at])
+        x = model["norm"](model["embedding"](ids_local, sharding)).tanh()
+        if how == "logits":
+            logits = model["head"](x, None, sharding)
+            losses = seqpar.vocab_parallel_cross_entropy(logits, labels_local, vocab, sharding=sharding)
+        else:
+            losses = model["head"](x, labels_local, sharding)
+        loss = seqpar.token_loss(losses, labels_local, sharding=sharding)
+        torch.testing.assert_close(loss, F.cross_entropy(local_logits(local, ids).mT, labels))
+        (loss + 0.1 * whole(model["norm"].weight).square().sum()).backward()
+        seqpar.sync_gradients(model, mesh=mesh)
+    assert_equal(gradients(model, model), local)
+
+
+def local_logits(local: nn.ModuleDict, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = local["head"](local["norm"](local["embedding"](ids)).tanh())
+    return logits
+
+
+@pytest.mark.parametrize("how", ["chunks", "logits", "fsdp2"])
+def test_losses_of_a_sharded_vocabulary(pool: Pool, how: str) -> None:
+    for degrees in [(2, 2, 1, 2), *([(1, 1, 1, 8)] if how == "chunks" else [])]:
+        pool.run(8, sharded_vocabulary, fresh_seed(), degrees, how)
