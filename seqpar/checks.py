@@ -5,9 +5,11 @@ Every error message names the argument, its value, what is expected, and what to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from inspect import signature
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +92,13 @@ def check_alike(name: str, by_rank: Sequence[object]) -> None:
         raise ValueError(f"{name}: the ranks of the group differ: [{shown}]; pass the same on every rank")
 
 
-def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str]) -> None:
+def check_options(
+    strategy: str, options: Iterable[str], allowed: Iterable[str], *functions: Callable[..., Any]
+) -> None:
+    """Raise unless the names of ``options`` are ``allowed``.
+
+    What else was passed as a keyword may be a mistyped argument of ``functions``, which take the options.
+    """
     names = list(allowed)
     for option in options:
         if option in names:
@@ -104,9 +112,12 @@ def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str])
             raise TypeError(f"{option}: not an option; pass a mask, {_REPLACED_BY_MASK[option]}")
         if option in _NAMED_OTHERWISE:
             raise TypeError(f"{option}: not an option; {_NAMED_OTHERWISE[option]}")
-        nearest = get_close_matches(option, names, n=1, cutoff=0.0)
-        hint = f"did you mean {nearest[0]!r}? Its options are {', '.join(names)}" if names else "it has none"
-        raise TypeError(f"{option}: not an option of strategy {strategy!r}; {hint}")
+        parameters = [p for function in functions for p in signature(function).parameters.values()]
+        arguments = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        nearest = get_close_matches(option, [name for name in names + arguments if name != option], n=1)
+        strategys = f"did you mean {nearest[0]!r}? The strategy" if nearest else "the strategy"
+        has = f"'s options are {', '.join(names)}" if names else " has no options"
+        raise TypeError(f"{option}: not an option of strategy {strategy!r}; {strategys}{has}")
 
 
 def check_number(name: str, value: object) -> float:

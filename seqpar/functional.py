@@ -179,7 +179,7 @@ def attention(
         RuntimeError: another rank raised an error on its own input.
     """
     constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
-    make_spec = partial(attention_spec, strategy, strategy_options, *constants)
+    make_spec = partial(attention_spec, strategy, strategy_options, *constants, attention)
     tensors, where = (q, k, v, sinks, alibi_slopes, latent_weight), (mesh, group, layout, seq_len)
     needs_seed = bool(dropout_p) and dropout_seed is None
     joins_backward = True

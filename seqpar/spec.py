@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
@@ -75,8 +75,11 @@ def attention_spec(
     deterministic: bool = False,
     backend: str = "auto",
     return_lse: bool = False,
+    *functions: Callable[..., Any],
 ) -> AttentionSpec:
     """The spec of checked arguments of ``seqpar.attention``.
+
+    ``functions`` take ``strategy_options`` as keywords, among which may be mistyped arguments of theirs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or with a wrong value.
@@ -86,13 +89,13 @@ def attention_spec(
     if torch.compiler.is_compiling():  # torch.compile may have turned numbers into variables
         scale = None if softmax_scale is None else constant_float(softmax_scale)
         numbers = scale, constant_float(softcap), constant_float(dropout_p)
-        spec = _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+        spec = _checked(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
         return spec.having(returns_saved=True)
     make = _checked if any(isinstance(x, bool) for _, x in options) else _cached  # True == 1, also in a cache
     try:
-        return make(strategy, options, *numbers, deterministic, backend, return_lse)
+        return make(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
     except TypeError:  # an argument that cannot be hashed, or is of another type: say which
-        return _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+        return _checked(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
 
 
 def _checked(
@@ -104,9 +107,10 @@ def _checked(
     deterministic: bool,
     backend: str,
     return_lse: bool,
+    *functions: Callable[..., Any],
 ) -> AttentionSpec:
     check_strategy(strategy)
-    check_options(strategy, dict(options), STRATEGIES[strategy].options)
+    check_options(strategy, dict(options), STRATEGIES[strategy].options, *functions)
     check_bool("deterministic", deterministic)
     check_bool("return_lse", return_lse)
     if not torch.compiler.is_compiling():

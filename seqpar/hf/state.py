@@ -48,7 +48,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
-        check_options(self.strategy, self.options, STRATEGIES[self.strategy].options)
+        check_options(self.strategy, self.options, STRATEGIES[self.strategy].options, Settings)
         check_choice("layout", self.layout, LAYOUTS)
         check_backend(self.backend)
         for name, choices in (("gradients", Gradients), ("outputs", Outputs), ("batches", Batches)):

@@ -389,7 +389,7 @@ class AttentionLayer(nn.Module):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. Values that depend on the group are checked in ``forward``."""
-        check_options(self.strategy, options, STRATEGIES[self.strategy].options)
+        check_options(self.strategy, options, STRATEGIES[self.strategy].options, type(self), AttentionLayer)
         if options.get("comm") is not None:
             check_choice("comm", options["comm"], COMMS)
         for name in ("ulysses_size", "chunks"):

@@ -105,7 +105,24 @@ BAD: dict[str, Bad] = {
         TypeError,
         ["com", "'context_parallel'", "did you mean 'comm'"],
     ),
-    "option of another strategy": (lambda: attend(strategy="ring", comm="p2p"), TypeError, ["comm", "'ring'", "none"]),
+    "option of another strategy": (
+        lambda: attend(strategy="ring", comm="p2p"),
+        TypeError,
+        ["comm", "'ring'", "the strategy has no options"],
+    ),
+    **{
+        f"{name} for {meant}": (partial(function, *args, **{name: 0.1}), TypeError, [name, f"did you mean {meant!r}"])
+        for function, args, name, meant in (
+            (seqpar.ring_attention, [tensor()] * 3, "softmax_scal", "softmax_scale"),
+            (seqpar.hybrid_attention, [tensor()] * 3, "sink", "sinks"),
+            (seqpar.hybrid_attention, [tensor()] * 3, "ulyses_size", "ulysses_size"),
+            (seqpar.RingAttention, [8, 2], "softcp", "softcap"),
+            (seqpar.ParallelAttention, ["ulysses", 8, 2], "head_dims", "head_dim"),
+            (seqpar.ParallelAttention, ["context_parallel", 8, 2], "gathr", "gather"),
+            (seqpar.ParallelAttention, ["context_parallel", 8, 2], "backends", "backend"),
+            (seqpar.ParallelAttention, ["tp_sp", 8, 2], "overlp", "overlap"),
+        )
+    },
     "comm": (
         lambda: attend(strategy="context_parallel", comm="allgather"),
         ValueError,
