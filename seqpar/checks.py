@@ -129,6 +129,26 @@ def check_number(name: str, value: object) -> float:
     return float(value)
 
 
+def check_slopes(value: object, heads: int | None = None) -> tuple[float, ...] | None:
+    """The ALiBi slopes of a model's query heads, a tensor ``[heads]`` or a sequence of numbers, as constants."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.requires_grad or value.device.type == "meta" or value.dim() != 1:
+            raise ValueError(
+                f"alibi_slopes: shape {tuple(value.shape)}, requires_grad={value.requires_grad}, {value.device}; "
+                "expected one constant for each of the model's heads, [num_heads]; pass a detached tensor that holds "
+                "data (seqpar.attention also takes slopes of each batch row)"
+            )
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"alibi_slopes={value!r}: expected a tensor or a sequence of numbers, [num_heads]")
+    slopes = tuple(check_number("alibi_slopes", slope) for slope in value)
+    if heads is not None and len(slopes) != heads:
+        raise ValueError(f"alibi_slopes: {len(slopes)} slopes; expected one for each of {heads} query heads")
+    return slopes
+
+
 def check_dropout(value: object) -> float:
     """``value`` as a probability in [0, 1)."""
     p = check_number("dropout_p", value)

@@ -9,7 +9,9 @@ from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .cache import cached_tensors, upload
 from .checks import check_bool, check_dropout, check_number, check_options
 from .compile_types import Opaque, register_constant_type
 from .heads import Heads
@@ -34,6 +36,7 @@ class AttentionSpec(Opaque):
         tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
         first_head: the index in the model of the first query head.
         q_per_kv: query heads that read one KV head; None: heads of q divided by heads of k.
+        alibi_slopes: the slopes of all query heads of a model; None if the call has its own, or none.
         layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
         draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
         returns_saved: whether the operator returns the tensors that its backward needs, as in compiled code. Otherwise
@@ -51,6 +54,7 @@ class AttentionSpec(Opaque):
     tensor_parallel: bool = False
     first_head: int = 0
     q_per_kv: int | None = None
+    alibi_slopes: tuple[float, ...] | None = None
     layer_mask: LayerMask | None = None
     draws_seed: bool = False
     returns_saved: bool = False
@@ -60,6 +64,17 @@ class AttentionSpec(Opaque):
         heads = int(q_shape[2])
         per_kv = heads // int(k_shape[2]) if self.q_per_kv is None else self.q_per_kv
         return Heads(range(self.first_head, self.first_head + heads), per_kv)
+
+    def slopes(self, heads: Heads, device: torch.device) -> Tensor | None:
+        """The slopes of ``heads``, float32 ``[h]``; None if there are none."""
+        if self.alibi_slopes is None:
+            return None
+        own = self.alibi_slopes[heads.queries.start : heads.queries.stop]
+
+        def make() -> Tensor:
+            return upload(torch.tensor(own, dtype=torch.float32, device="cpu"), device)
+
+        return cached_tensors(("ALiBi slopes", *own), device, make)
 
     def having(self, **changes: Any) -> AttentionSpec:
         """A copy with other values of some attributes. torch.compile cannot trace ``dataclasses.replace``."""

@@ -49,7 +49,8 @@ class Block(torch.nn.Module):
         if strategy == "tp_sp":
             self.mlp = seqpar.MegatronMLP(HIDDEN, 30, bias=True, group=group, dtype=torch.float64)
         self.norm = torch.nn.RMSNorm(HIDDEN, eps=1e-6, dtype=torch.float64)
-        self.attention = attention_layer((6, 2), group=group, **LAYER_STRATEGIES[strategy])
+        constants: dict[str, Any] = {"softmax_scale": 0.7, "alibi_slopes": [0.5, 0.02, 0.3, 0.0, 1.0, 0.1]}
+        self.attention = attention_layer((6, 2), group=group, **constants, **LAYER_STRATEGIES[strategy])
         randomize(self)
 
     def forward(self, x: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
