@@ -70,6 +70,12 @@ class AttentionSpec(Opaque):
         if self.alibi_slopes is None:
             return None
         own = self.alibi_slopes[heads.queries.start : heads.queries.stop]
+        if not self.tensor_parallel and len(heads.queries) != len(self.alibi_slopes):
+            raise ValueError(
+                f"alibi_slopes: {len(self.alibi_slopes)} slopes, but attention has {len(heads.queries)} query heads; "
+                "pass one for each head of the model (Memory(head_groups=...), which attends with some of the heads at "
+                "a time, cannot have slopes)"
+            )
 
         def make() -> Tensor:
             return upload(torch.tensor(own, dtype=torch.float32, device="cpu"), device)
