@@ -41,6 +41,9 @@ _NAMED_OTHERWISE = {
 _MOST_HEADS = 1024
 TRANSPOSE = "if q, k and v are [batch, heads, seq, head_dim], transpose them to [batch, seq, heads, head_dim]"
 
+# Sizes and positions are smaller than 2**61, so that sums of a few do not overflow int64.
+_SIZE_BITS = 61
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -55,11 +58,13 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"{name}={value!r}: did you mean {nearest[0]!r}? Choose one of {', '.join(names)}")
 
 
-def check_int(name: str, value: object, least: int | None = None) -> None:
+def check_int(name: str, value: object, least: int | None = None, bits: int = _SIZE_BITS) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: expected at least {least}")
+    if value >= 2**bits:
+        raise ValueError(f"{name}={value}: expected less than 2**{bits}")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -268,8 +273,16 @@ def check_head_vector(name: str, x: Tensor | None, q: Tensor, batched: bool) -> 
         raise TypeError(f"{name}: expected a floating-point tensor [heads], got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor [heads], got dtype {x.dtype}")
-    shapes = [(q.shape[2],), (q.shape[0], q.shape[2])][: 1 + batched]
-    if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: shape {tuple(x.shape)}; expected {' or '.join(map(str, shapes))}")
+    (rows, _, heads), shape = q.shape[:3], x.shape  # ints, or variables of torch.compile
+    by_row = batched and len(shape) == 2 and shape[0] == rows
+    if not (len(shape) == 1 or by_row) or shape[-1] != heads:
+        expected = f"{(heads,)}" + f" or {(rows, heads)}" * batched
+        raise ValueError(f"{name}: shape {tuple(shape)}; expected {expected}")
     if x.device != q.device:
         raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move it there")
+    if name == "alibi_slopes" and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes: it requires a gradient, but slopes have none; pass alibi_slopes.detach()")
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
+        return  # it has no values yet, or the host would have to wait for a GPU
+    if x.detach().isnan().any():
+        raise ValueError(f"{name}: it has NaN in it; expected one number for each head")

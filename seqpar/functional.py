@@ -232,9 +232,7 @@ def _checked(mask: Mask, tensors: Inputs) -> Inputs:
 def _check_seed(dropout_seed: object) -> None:
     if torch.compiler.is_compiling():
         return
-    check_int("dropout_seed", dropout_seed, 0)
-    if cast(int, dropout_seed) >= 2**63:
-        raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
+    check_int("dropout_seed", dropout_seed, 0, bits=63)
 
 
 @no_compile

@@ -277,7 +277,7 @@ class Mask(Opaque):
 
         Raises:
             ValueError: the last boundary of ``documents`` lies beyond the sequence's end, or before it without
-                ``padding``.
+                ``padding``; or a block of ``causal`` lies beyond the end.
         """
         for rule in self.rules:
             rule.check_length(seq_len)

@@ -140,6 +140,15 @@ class CausalBlocks(Rule):
     blocks: tuple[tuple[tuple[int, int], ...], ...]  # by batch row: (first token, one past the last), increasing
     window: int | None = None
 
+    def check_length(self, seq_len: int) -> None:
+        for row, blocks in enumerate(self.blocks):
+            if blocks and blocks[-1][1] > seq_len:
+                where = f" of batch row {row}" if self.batch > 1 else ""
+                raise ValueError(
+                    f"causal blocks: the last block{where} is {blocks[-1]}, but the sequence has {seq_len} tokens; "
+                    "pass blocks inside the whole sequence, in global positions"
+                )
+
     @property
     def batch(self) -> int:
         return len(self.blocks)

@@ -36,6 +36,7 @@ def attend(q: Any = None, k: Any = None, v: Any = None, **kwargs: Any) -> Any:
     return seqpar.attention(q, k, k if v is None else v, **{"strategy": "local", "layout": "contiguous", **kwargs})
 
 
+TOO_LARGE = 2**70
 Bad = tuple[Callable[[], Any], type[Exception], list[str]]
 
 # Name -> the call, the exception, and words that its message contains.
@@ -151,6 +152,49 @@ BAD: dict[str, Bad] = {
     ),
     "mask": (lambda: attend(mask="causal"), TypeError, ["mask", "str", "seqpar.Mask.causal()"]),
     "mask class": (lambda: attend(mask=Mask), TypeError, ["mask", "seqpar.Mask.causal()"]),
+    "blocks beyond the sequence": (
+        lambda: attend(mask=Mask.causal([(0, 2), (5, 9)])),
+        ValueError,
+        ["causal blocks", "(5, 9)", "8 tokens"],
+    ),
+    "blocks of a row beyond the sequence": (
+        lambda: attend(mask=Mask.causal([[(0, 2)], [(5, 9)]])),
+        ValueError,
+        ["batch row 1", "(5, 9)", "8 tokens"],
+    ),
+    "learned slopes": (
+        lambda: attend(alibi_slopes=tensor(4, requires_grad=True)),
+        ValueError,
+        ["alibi_slopes", "gradient", "detach()"],
+    ),
+    "NaN sinks": (lambda: attend(sinks=tensor(4).fill_(torch.nan)), ValueError, ["sinks", "NaN"]),
+    "NaN slopes": (lambda: attend(alibi_slopes=tensor(4).fill_(torch.nan)), ValueError, ["alibi_slopes", "NaN"]),
+    "label smoothing": (
+        lambda: seqpar.vocab_parallel_cross_entropy(
+            tensor(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64), 8, label_smoothing=0.1
+        ),
+        ValueError,
+        ["label_smoothing=0.1", "F.cross_entropy"],
+    ),
+    **{
+        f"too large, {i}": (call, ValueError, [f"{TOO_LARGE}", "less than 2**61"])
+        for i, call in enumerate(
+            [
+                lambda: seqpar.Sharding(TOO_LARGE),
+                lambda: attend(seq_len=TOO_LARGE),
+                lambda: seqpar.positions(TOO_LARGE),
+                lambda: Mask.sliding_window(TOO_LARGE),
+                lambda: Mask.causal(window=TOO_LARGE),
+                lambda: Mask.prefix_lm(TOO_LARGE),
+                lambda: Mask.chunked(TOO_LARGE),
+                lambda: Mask.padding(TOO_LARGE),
+                lambda: Mask.documents([0, TOO_LARGE]),
+                lambda: Mask.causal([(0, TOO_LARGE)]),
+                lambda: seqpar.MegatronMLP(8, TOO_LARGE),
+                lambda: seqpar.ParallelAttention("ring", TOO_LARGE, 2),
+            ]
+        )
+    },
     "mask's rows": (
         lambda: attend(mask=Mask.documents([[0, 8], [0, 3], [0, 4]])),
         ValueError,
@@ -166,7 +210,7 @@ BAD: dict[str, Bad] = {
     "dropout_seed too large": (
         lambda: attend(dropout_p=0.1, dropout_seed=2**63),
         ValueError,
-        ["dropout_seed=9223372036854775808", "[0, 2**63)"],
+        ["dropout_seed=9223372036854775808", "less than 2**63"],
     ),
     "deterministic": (
         lambda: attend(deterministic="invariant"),

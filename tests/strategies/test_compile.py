@@ -286,6 +286,24 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_slopes_of_other_numbers_of_heads(dynamic: bool | None, rows: int) -> None:
+    """One function is called with modules that have other numbers of heads, as the layers of one model may have."""
+    torch._dynamo.reset()
+    sharding = Sharding(12)
+
+    def attend(module: torch.nn.Module, q: Tensor) -> Tensor:
+        return seqpar.ring_attention(q, q, q, alibi_slopes=module.get_buffer("slopes"), sharding=sharding)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for heads in (4, 8, 6):
+        module = torch.nn.Module()
+        module.register_buffer("slopes", torch.rand(heads) if rows == 1 else torch.rand(rows, heads))
+        q = torch.randn(rows, 12, heads, 8)
+        torch.testing.assert_close(compiled(module, q), attend(module, q), rtol=0, atol=0)
+
+
 # A hybrid is a ring and Ulysses.
 FUNCTIONS = [("all_gather in chunks", 2), ("hybrid", 4)]
 
