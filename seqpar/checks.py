@@ -162,11 +162,35 @@ def check_dropout(value: object) -> float:
     return p
 
 
+def check_dense(name: str, x: Tensor) -> None:
+    """Raise unless ``x`` holds one rank's dense numbers, outside of torch.func's transforms."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"{name}: a DTensor; expected this rank's tokens as a plain tensor: pass {name}.to_local() if it has the "
+            f"tokens that the Sharding gives this rank, or shard {name}.full_tensor()"
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: a nested tensor; pack the sequences into one row and pass "
+            "mask=seqpar.Mask.documents(cu_seqlens), or pad them and pass mask=seqpar.Mask.padding(starts, stops)"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: layout {x.layout}; expected a dense tensor, such as {name}.to_dense()")
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise TypeError(
+            f"{name}: inside a transform of torch.func (vmap, grad, vjp, jvp), which cannot transform messages between "
+            "ranks; pass a batch as the batch dimension, and take gradients with backward or torch.autograd.grad"
+        )
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) -> None:
     """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys."""
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
+        if transformed or isinstance(x, DTensor) or x.is_nested or x.layout is not torch.strided:
+            check_dense(name, x)  # says why it is refused
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; expected [batch, seq, heads, head_dim]"
@@ -244,6 +268,7 @@ def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
     """Raise unless ``linear`` can project one rank's hidden states ``x [batch, seq, hidden]``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x_local: expected a tensor [batch, seq, {hidden_size}], got {type(x).__name__}")
+    check_dense("x_local", x)
     if x.dim() != 3 or x.shape[2] != hidden_size:
         raise ValueError(f"x_local: shape {tuple(x.shape)}; expected [batch, seq, hidden_size={hidden_size}]")
     if x.dtype not in DTYPES:

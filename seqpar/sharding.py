@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import check_bool, check_choice, check_int, no_compile
+from .checks import check_bool, check_choice, check_dense, check_int, no_compile
 from .compile_types import Opaque, register_reference_type
 from .layout import (
     LAYOUTS,
@@ -453,6 +453,7 @@ def check_dim(name: str, x: Tensor, dim: int) -> int:
     """``dim`` counted from the front, after checking the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_dense(name, x)
     check_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: {name} has {x.dim()} dimensions, {tuple(x.shape)}; choose one of them")

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import Mask
@@ -37,6 +40,12 @@ def attend(q: Any = None, k: Any = None, v: Any = None, **kwargs: Any) -> Any:
 
 
 TOO_LARGE = 2**70
+
+
+def nested(*lengths: int) -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(length, 4, 16) for length in lengths], layout=torch.jagged)
+
+
 Bad = tuple[Callable[[], Any], type[Exception], list[str]]
 
 # Name -> the call, the exception, and words that its message contains.
@@ -195,6 +204,37 @@ BAD: dict[str, Bad] = {
             ]
         )
     },
+    "nested": (lambda: attend(*[nested(8, 6)] * 2), TypeError, ["q", "nested tensor", "Mask.documents(cu_seqlens)"]),
+    "sparse": (lambda: attend(tensor().to_sparse()), TypeError, ["q", "torch.sparse_coo", "q.to_dense()"]),
+    "sparse keys": (lambda: attend(k=tensor().to_sparse()), TypeError, ["k", "k.to_dense()"]),
+    "a nested shard": (lambda: seqpar.shard(nested(8, 6)), TypeError, ["x", "nested tensor"]),
+    "sparse hidden states": (
+        lambda: seqpar.RingAttention(8, 2)(tensor(1, 4, 8).to_sparse()),
+        TypeError,
+        ["x_local", "x_local.to_dense()"],
+    ),
+    "vmap": (lambda: torch.vmap(attend)(tensor(3, 2, 8, 4, 16)), TypeError, ["q", "torch.func", "backward"]),
+    "torch.func.grad": (
+        lambda: torch.func.grad(lambda q: attend(q).sum())(tensor()),
+        TypeError,
+        ["q", "torch.func", "backward"],
+    ),
+    "vmap of a layer": (
+        lambda: torch.vmap(seqpar.RingAttention(8, 2))(tensor(3, 1, 4, 8)),
+        TypeError,
+        ["x_local", "torch.func"],
+    ),
+    "vmap of a shard": (lambda: torch.vmap(seqpar.shard)(tensor(3, 1, 4)), TypeError, ["x", "torch.func"]),
+    "sdpa with other keys": (
+        lambda: seqpar.sdpa(tensor(1, 2, 8, 4), *[tensor(1, 2, 5, 4)] * 2, sharding=seqpar.Sharding(8)),
+        ValueError,
+        ["8 queries", "5 keys", "F.scaled_dot_product_attention", "cross-attention"],
+    ),
+    "whole_keys": (
+        lambda: seqpar.replace_sdpa(seqpar.Sharding(8), whole_keys=77),
+        TypeError,
+        ["whole_keys=77", "[77]"],
+    ),
     "mask's rows": (
         lambda: attend(mask=Mask.documents([[0, 8], [0, 3], [0, 4]])),
         ValueError,
@@ -289,6 +329,24 @@ def test_the_message_says_what_to_do(name: str) -> None:
     message = str(raised.value)
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message)]
     assert not missing, f"{message!r} lacks {missing}"
+
+
+def test_dtensors_are_refused() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        sharding = seqpar.Sharding(8, mesh=mesh)
+        x = DTensor.from_local(tensor(2, 4, 4, 16), mesh, [Shard(1)])
+        calls: dict[str, Callable[[], Any]] = {
+            "q": lambda: seqpar.ring_attention(x, x, x, sharding=sharding),
+            "x": lambda: sharding.shard(x),
+            "x_local": lambda: seqpar.RingAttention(64, 4)(x.flatten(2), sharding=sharding),
+        }
+        for name, call in calls.items():
+            with pytest.raises(TypeError, match=rf"{name}: a DTensor; .* {name}\.to_local\(\) .*{name}\.full_tensor"):
+                call()
+    finally:
+        dist.destroy_process_group()
 
 
 def bad_on(bad_rank: int, rank: int) -> dict[str, tuple[dict[str, Any], str]]:
