@@ -5,9 +5,11 @@ Every error message names the argument, its value, what is expected, and what to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from inspect import signature
 from math import isfinite
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +41,9 @@ _NAMED_OTHERWISE = {
 _MOST_HEADS = 1024
 TRANSPOSE = "if q, k and v are [batch, heads, seq, head_dim], transpose them to [batch, seq, heads, head_dim]"
 
+# Sizes and positions are smaller than 2**61, so that sums of a few do not overflow int64.
+_SIZE_BITS = 61
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -53,11 +58,13 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
         raise ValueError(f"{name}={value!r}: did you mean {nearest[0]!r}? Choose one of {', '.join(names)}")
 
 
-def check_int(name: str, value: object, least: int | None = None) -> None:
+def check_int(name: str, value: object, least: int | None = None, bits: int = _SIZE_BITS) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: expected at least {least}")
+    if value >= 2**bits:
+        raise ValueError(f"{name}={value}: expected less than 2**{bits}")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -90,7 +97,13 @@ def check_alike(name: str, by_rank: Sequence[object]) -> None:
         raise ValueError(f"{name}: the ranks of the group differ: [{shown}]; pass the same on every rank")
 
 
-def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str]) -> None:
+def check_options(
+    strategy: str, options: Iterable[str], allowed: Iterable[str], *functions: Callable[..., Any]
+) -> None:
+    """Raise unless the names of ``options`` are ``allowed``.
+
+    What else was passed as a keyword may be a mistyped argument of ``functions``, which take the options.
+    """
     names = list(allowed)
     for option in options:
         if option in names:
@@ -104,9 +117,12 @@ def check_options(strategy: str, options: Iterable[str], allowed: Iterable[str])
             raise TypeError(f"{option}: not an option; pass a mask, {_REPLACED_BY_MASK[option]}")
         if option in _NAMED_OTHERWISE:
             raise TypeError(f"{option}: not an option; {_NAMED_OTHERWISE[option]}")
-        nearest = get_close_matches(option, names, n=1, cutoff=0.0)
-        hint = f"did you mean {nearest[0]!r}? Its options are {', '.join(names)}" if names else "it has none"
-        raise TypeError(f"{option}: not an option of strategy {strategy!r}; {hint}")
+        parameters = [p for function in functions for p in signature(function).parameters.values()]
+        arguments = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        nearest = get_close_matches(option, [name for name in names + arguments if name != option], n=1)
+        strategys = f"did you mean {nearest[0]!r}? The strategy" if nearest else "the strategy"
+        has = f"'s options are {', '.join(names)}" if names else " has no options"
+        raise TypeError(f"{option}: not an option of strategy {strategy!r}; {strategys}{has}")
 
 
 def check_number(name: str, value: object) -> float:
@@ -118,6 +134,26 @@ def check_number(name: str, value: object) -> float:
     return float(value)
 
 
+def check_slopes(value: object, heads: int | None = None) -> tuple[float, ...] | None:
+    """The ALiBi slopes of a model's query heads, a tensor ``[heads]`` or a sequence of numbers, as constants."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        if value.requires_grad or value.device.type == "meta" or value.dim() != 1:
+            raise ValueError(
+                f"alibi_slopes: shape {tuple(value.shape)}, requires_grad={value.requires_grad}, {value.device}; "
+                "expected one constant for each of the model's heads, [num_heads]; pass a detached tensor that holds "
+                "data (seqpar.attention also takes slopes of each batch row)"
+            )
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"alibi_slopes={value!r}: expected a tensor or a sequence of numbers, [num_heads]")
+    slopes = tuple(check_number("alibi_slopes", slope) for slope in value)
+    if heads is not None and len(slopes) != heads:
+        raise ValueError(f"alibi_slopes: {len(slopes)} slopes; expected one for each of {heads} query heads")
+    return slopes
+
+
 def check_dropout(value: object) -> float:
     """``value`` as a probability in [0, 1)."""
     p = check_number("dropout_p", value)
@@ -126,11 +162,35 @@ def check_dropout(value: object) -> float:
     return p
 
 
+def check_dense(name: str, x: Tensor) -> None:
+    """Raise unless ``x`` holds one rank's dense numbers, outside of torch.func's transforms."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"{name}: a DTensor; expected this rank's tokens as a plain tensor: pass {name}.to_local() if it has the "
+            f"tokens that the Sharding gives this rank, or shard {name}.full_tensor()"
+        )
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: a nested tensor; pack the sequences into one row and pass "
+            "mask=seqpar.Mask.documents(cu_seqlens), or pad them and pass mask=seqpar.Mask.padding(starts, stops)"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"{name}: layout {x.layout}; expected a dense tensor, such as {name}.to_dense()")
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise TypeError(
+            f"{name}: inside a transform of torch.func (vmap, grad, vjp, jvp), which cannot transform messages between "
+            "ranks; pass a batch as the batch dimension, and take gradients with backward or torch.autograd.grad"
+        )
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) -> None:
     """Raise unless one rank's tensors fit together; with a ``latent_weight``, k and v are latents and rotated keys."""
+    transformed = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
+        if transformed or isinstance(x, DTensor) or x.is_nested or x.layout is not torch.strided:
+            check_dense(name, x)  # says why it is refused
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: shape {tuple(x.shape)} has {x.dim()} dimensions; expected [batch, seq, heads, head_dim]"
@@ -208,6 +268,7 @@ def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
     """Raise unless ``linear`` can project one rank's hidden states ``x [batch, seq, hidden]``."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x_local: expected a tensor [batch, seq, {hidden_size}], got {type(x).__name__}")
+    check_dense("x_local", x)
     if x.dim() != 3 or x.shape[2] != hidden_size:
         raise ValueError(f"x_local: shape {tuple(x.shape)}; expected [batch, seq, hidden_size={hidden_size}]")
     if x.dtype not in DTYPES:
@@ -237,8 +298,16 @@ def check_head_vector(name: str, x: Tensor | None, q: Tensor, batched: bool) -> 
         raise TypeError(f"{name}: expected a floating-point tensor [heads], got {type(x).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor [heads], got dtype {x.dtype}")
-    shapes = [(q.shape[2],), (q.shape[0], q.shape[2])][: 1 + batched]
-    if tuple(x.shape) not in shapes:
-        raise ValueError(f"{name}: shape {tuple(x.shape)}; expected {' or '.join(map(str, shapes))}")
+    (rows, _, heads), shape = q.shape[:3], x.shape  # ints, or variables of torch.compile
+    by_row = batched and len(shape) == 2 and shape[0] == rows
+    if not (len(shape) == 1 or by_row) or shape[-1] != heads:
+        expected = f"{(heads,)}" + f" or {(rows, heads)}" * batched
+        raise ValueError(f"{name}: shape {tuple(shape)}; expected {expected}")
     if x.device != q.device:
         raise ValueError(f"{name}: device {x.device} differs from q's {q.device}; move it there")
+    if name == "alibi_slopes" and x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes: it requires a gradient, but slopes have none; pass alibi_slopes.detach()")
+    if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
+        return  # it has no values yet, or the host would have to wait for a GPU
+    if x.detach().isnan().any():
+        raise ValueError(f"{name}: it has NaN in it; expected one number for each head")

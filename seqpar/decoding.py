@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .checks import check_inputs, no_compile
+from .checks import check_head_vector, check_inputs, no_compile
 from .comm.collectives import all_gather_single
 from .comm.trace import count_sent
 from .functional import attention
@@ -99,6 +99,7 @@ class KeyValueCache:
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         backend: BackendName = "auto",
         strategy: StrategyName = "ring",
         **strategy_options: Unpack[StrategyOptions],
@@ -115,6 +116,7 @@ class KeyValueCache:
             softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
             softcap: the bound of the scores; 0 is none.
             sinks: ``[heads]``, one more logit per head in the denominator of the softmax; or None.
+            alibi_slopes: ``[heads]`` or ``[batch, heads]``, as in ``seqpar.attention``; or None.
             backend: "auto" or a backend's name.
             strategy: of the prompt, as in ``seqpar.attention``.
             strategy_options: of the prompt.
@@ -128,14 +130,16 @@ class KeyValueCache:
         self.check_no_grad()
         if not self.holds(layer):
             fixed: dict[str, Any] = {"sharding": self.sharding, "softmax_scale": softmax_scale, "softcap": softcap}
-            options: dict[str, Any] = {"sinks": sinks, "backend": backend, "strategy": strategy, **strategy_options}
-            out: Tensor = attention(q, k, v, mask=mask, **fixed, **options)
+            options: dict[str, Any] = {"backend": backend, "strategy": strategy, **strategy_options}
+            out: Tensor = attention(q, k, v, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes, **fixed, **options)
             self.fill(layer, k, v, self.sharding.positions())
             return out
         check_inputs(q, k, v, None)
+        check_head_vector("sinks", sinks, q, batched=False)
+        check_head_vector("alibi_slopes", alibi_slopes, q, batched=True)
         self.check_new(q)
         spec = attention_spec(strategy, strategy_options, softmax_scale, softcap, backend=backend)
-        return self.attend(layer, q, k, v, sinks, spec, mask, self.sharding.sequence_group)
+        return self.attend(layer, q, k, v, sinks, alibi_slopes, spec, mask, self.sharding.sequence_group)
 
     def check_no_grad(self) -> None:
         """Raise a ValueError if gradients are enabled."""
@@ -167,6 +171,7 @@ class KeyValueCache:
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
         spec: AttentionSpec,
         mask: Mask,
         group: ProcessGroup | None,
@@ -186,8 +191,9 @@ class KeyValueCache:
         positions, start = self.new_positions(layer, new), cached.length
         cached.append(k, v, positions, group)
         scale = q.shape[3] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale
-        score = Score(scale, spec.softcap, sinks=sinks)
         heads, keys = spec.heads(q.shape, k.shape), (cached.k, cached.v, cached.positions)
+        slopes = spec.slopes(heads, q.device) if alibi_slopes is None else alibi_slopes.float()
+        score = Score(scale, spec.softcap, slopes, sinks)
         with torch.autocast(q.device.type, enabled=False):  # the kernels' own float32 must stay float32
             return attend_to_cached(q, keys, start, mask, heads, score, group, spec.backend, self._intervals)
 
@@ -295,10 +301,13 @@ def attend_to_cached(
         parts: list[Carry] = []
         for part in _even_parts(heads):
             q_at, kv_at = part.q_range(within=heads), part.kv_range(within=heads)
-            q_part = q[:, first:stop, q_at.start : q_at.stop]
+            q_part, of_part = q[:, first:stop, q_at.start : q_at.stop], score.heads(q_at.start, q_at.stop)
             k_part, v_part = (x[:, :, kv_at.start : kv_at.stop] for x in (k, v))
-            seen = _key_intervals(mask, positions, queries, len(part.queries) // len(part.kv), q.device, intervals)
-            carry = None if seen is None else _attend(q_part, k_part, v_part, seen, score, backend)
+            # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key
+            # once, unless each of them has a slope of its own.
+            g = 1 if score.needs_positions else len(part.queries) // len(part.kv)
+            seen = _key_intervals(mask, positions, queries, g, q.device, score.needs_positions, intervals)
+            carry = None if seen is None else _attend(q_part, k_part, v_part, seen, of_part, backend, g)
             parts.append(carry or empty_carry(q_part, v.shape[3]))
         merged = _merge_over_ranks(torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 1), group)
         outs.append(finish(merged, score, q.dtype)[0])
@@ -314,27 +323,32 @@ def _even_parts(heads: Heads) -> list[Heads]:
 
 
 def _key_intervals(
-    mask: Mask, positions: Tensor, queries: range, q_per_kv: int, device: torch.device, intervals: Intervals
+    mask: Mask,
+    positions: Tensor,
+    queries: range,
+    repeats: int,
+    device: torch.device,
+    with_positions: bool,
+    intervals: Intervals,
 ) -> KeyIntervals | None:
-    """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``q_per_kv`` times.
+    """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``repeats`` times.
 
-    None if no query sees a key. Layers with equal masks share the result, which ``intervals`` keeps.
+    None if no query sees a key. It holds the keys' positions only ``with_positions``. Layers with equal masks share the
+    result, which ``intervals`` keeps.
     """
     # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
-    key = mask, queries, q_per_kv, len(positions), device
+    key = mask, queries, repeats, len(positions), device, with_positions
     if key not in intervals:
-        rows = torch.arange(queries.start, queries.stop).repeat_interleave(q_per_kv)
+        rows = torch.arange(queries.start, queries.stop).repeat_interleave(repeats)
         lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
-        unused = rows.int()  # global positions, which only ALiBi and dropout read
         is_empty = not bool((lo < hi).any())
-        intervals[key] = None if is_empty else KeyIntervals(lo, hi, unused, unused).to(device)
+        k_positions = positions if with_positions else rows  # which nothing reads
+        intervals[key] = None if is_empty else KeyIntervals(lo, hi, rows.int(), k_positions.int()).to(device)
     return intervals[key]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str) -> Carry:
+def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str, g: int) -> Carry:
     """The attention over this rank's cached keys: float32 ``acc [b, new, h, e]`` and ``lse [b, h, new]``."""
-    # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key once.
-    g = q.shape[2] // k.shape[2]
     q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
     acc, lse = select(backend, q, k, score, v_head_dim=v.shape[3]).forward(q, k, v, intervals, score, None, False)
     return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)

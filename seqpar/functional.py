@@ -5,9 +5,11 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, overload
+from functools import partial, update_wrapper
+from inspect import cleandoc, signature
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, cast, overload
 
 import torch
 from torch import Tensor
@@ -31,11 +33,11 @@ from .strategies.seed import draw_seed
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .strategies import StrategyOptions
+    from .strategies import Comm, StrategyOptions
 
-    class FixedArguments(StrategyOptions, total=False):
-        """The keyword arguments of ``attention`` under one strategy, except ``return_lse``, which decides what it
-        returns; ``attention`` documents them."""
+    class SharedArguments(TypedDict, total=False):
+        """The keyword arguments that ``attention`` has under every strategy, except ``return_lse``, which decides what
+        it returns; ``attention`` documents them."""
 
         mask: Mask
         mesh: DeviceMesh | None
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
         seq_len: int | None
         dropout_seed: int | None
         latent_weight: Tensor | None
+
+    class FixedArguments(SharedArguments, StrategyOptions, total=False):
+        """The keyword arguments of ``attention`` under one strategy, except ``return_lse``."""
 
     class AttentionArguments(FixedArguments, total=False):
         """The keyword arguments of ``attention`` except ``return_lse``."""
@@ -174,7 +179,7 @@ def attention(
         RuntimeError: another rank raised an error on its own input.
     """
     constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
-    make_spec = partial(attention_spec, strategy, strategy_options, *constants)
+    make_spec = partial(attention_spec, strategy, strategy_options, *constants, attention)
     tensors, where = (q, k, v, sinks, alibi_slopes, latent_weight), (mesh, group, layout, seq_len)
     needs_seed = bool(dropout_p) and dropout_seed is None
     joins_backward = True
@@ -227,9 +232,7 @@ def _checked(mask: Mask, tensors: Inputs) -> Inputs:
 def _check_seed(dropout_seed: object) -> None:
     if torch.compiler.is_compiling():
         return
-    check_int("dropout_seed", dropout_seed, 0)
-    if cast(int, dropout_seed) >= 2**63:
-        raise ValueError(f"dropout_seed={dropout_seed}: expected a seed in [0, 2**63)")
+    check_int("dropout_seed", dropout_seed, 0, bits=63)
 
 
 @no_compile
@@ -344,34 +347,67 @@ class FixedAttention(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-def _fixed(strategy: StrategyName) -> Callable[[Callable[[], None]], FixedAttention]:
-    """Decorates a function without a body, whose name and docstring ``attention`` under one strategy gets."""
+def _fixed(strategy: StrategyName) -> Callable[[Callable[..., Any]], FixedAttention]:
+    """Decorates a function without a body, which becomes ``attention`` under one strategy.
 
-    def decorate(named: Callable[[], None]) -> FixedAttention:
-        @wraps(named)
+    Its signature and docstring have the strategy's options, and are completed from ``attention``.
+    """
+
+    def decorate(named: Callable[..., Any]) -> FixedAttention:
         def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
             return attention(q, k, v, strategy=strategy, **options)
 
+        update_wrapper(call, named, assigned=("__module__", "__name__", "__qualname__"))
+        summary, _, options = cleandoc(named.__doc__ or "").partition("\n\nArgs:\n")
+        _, _, shared = cleandoc(attention.__doc__ or "").partition("\n\n")
+        about_strategy = re.compile(r"^    strategy(_options)?:.*\n(        .*\n)*", re.MULTILINE)
+        shared = about_strategy.sub(lambda item: f"{options}\n" if item[1] and options else "", shared)
+        call.__doc__ = f"{summary}\n\n{shared}"
+        parameters = [p for name, p in signature(attention).parameters.items() if not name.startswith("strategy")]
+        parameters += [p for p in signature(named).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        vars(call)["__signature__"] = signature(attention).replace(parameters=parameters)
         return cast(FixedAttention, call)
 
     return decorate
 
 
 @_fixed("ring")
-def ring_attention() -> None:
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Unpack[SharedArguments]) -> Any:
     """``attention`` with ``strategy="ring"``: K/V rows are sent from rank to rank, step by step."""
 
 
 @_fixed("ulysses")
-def ulysses_attention() -> None:
+def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, **arguments: Unpack[SharedArguments]) -> Any:
     """``attention`` with ``strategy="ulysses"``: all-to-all between sequence shards and head shards."""
 
 
 @_fixed("context_parallel")
-def context_parallel_attention() -> None:
-    """``attention`` with ``strategy="context_parallel"``: ``comm`` selects how ranks receive the keys they need."""
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    comm: Comm | None = None,
+    chunks: int | None = None,
+    ulysses_size: int | None = None,
+    **arguments: Unpack[SharedArguments],
+) -> Any:
+    """``attention`` with ``strategy="context_parallel"``: ``comm`` selects how ranks receive the keys they need.
+
+    Args:
+        comm: "all_gather", "p2p", "a2a" or "a2a+p2p"; by default "all_gather" on one host and "p2p" on several.
+        chunks: with "all_gather", in how many chunks of heads K/V are received; by default their size decides.
+        ulysses_size: with "a2a+p2p" on a plain group, the ranks of each all-to-all, a divisor of the group's size.
+    """
 
 
 @_fixed("hybrid")
-def hybrid_attention() -> None:
-    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups, ring across them."""
+def hybrid_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, ulysses_size: int | None = None, **arguments: Unpack[SharedArguments]
+) -> Any:
+    """``attention`` with ``strategy="hybrid"``: all-to-all in subgroups, ring across them.
+
+    Args:
+        ulysses_size: on a plain group, the ranks of each all-to-all, a divisor of the group's size; by default the
+            largest one up to its square root.
+    """

@@ -50,6 +50,9 @@ from .mask_rules import (
 from .runs import EVERYTHING, UNBOUNDED, Interval, Runs
 
 _CACHED_LENGTHS = 8
+# Of a picture: the cells along a side, the most tokens, and cells of which no, some and all pairs are visible.
+_CELLS, _MOST_SHOWN = 8, 1 << 20
+_EMPTY, _PART, _FULL = "·▪■"
 
 
 # A compiled function depends on the kinds of rules, not on the boundaries of documents.
@@ -59,7 +62,7 @@ class Mask(Opaque):
     """Which keys each query sees. Make masks with the constructors below and combine them with ``&``.
 
     A mask is immutable, hashable and comparable. It holds no tensors and does not depend on how the sequence is
-    sharded. Positions are always *global*.
+    sharded. Positions are always *global*. ``print`` draws a mask; its ``repr`` is the code that makes it.
 
     Examples:
         >>> Mask.causal() & Mask.sliding_window(1023)  # the last 1,024 tokens, the query's own included
@@ -77,6 +80,24 @@ class Mask(Opaque):
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __repr__(self) -> str:
+        return " & ".join(f"Mask.{rule.constructor}" for rule in self.rules) or "Mask.full()"
+
+    def __str__(self) -> str:
+        """The constructors, and a picture of what the queries of the first batch row see."""
+        tokens = min(max([_CELLS, *(rule.shown for rule in self.rules)]), _MOST_SHOWN)
+        side = -(-tokens // _CELLS)  # of a cell, in tokens
+        positions = torch.arange(_CELLS * side, device="cpu")
+        first, drawn = positions[::side], []  # the first key of each cell
+        for queries in positions.split(side):
+            lo, hi = (torch.atleast_2d(x)[0, :, None] for x in self.intervals(queries))  # [side, 1]
+            pairs = (hi.minimum(first + side) - lo.maximum(first)).clamp(min=0).sum(0)  # visible ones, [cells]
+            drawn.append(" ".join(_EMPTY if x == 0 else _FULL if x == side**2 else _PART for x in pairs.tolist()))
+        name = repr(self) if len(repr(self)) <= 100 else f"{repr(self)[:97]}..."
+        of_cells = f"; {side:,} tokens a cell, {_FULL} all, {_PART} some" if side > 1 else ""
+        of_rows = f"; row 0 of {self.batch}" if self.batch > 1 else ""
+        return "\n".join([name, f"queries down, keys across{of_cells}{of_rows}", *drawn])
 
     @cached_property
     def checksum(self) -> int:
@@ -131,8 +152,8 @@ class Mask(Opaque):
 
         Args:
             cu_seqlens: int ``[docs + 1]``, the documents' boundaries in global positions of the whole sequence, not of
-                a shard: 0 first, never decreasing, the sequence's length last. A tensor or a sequence of ints, or a
-                list of those, one for each batch row. A CUDA tensor is copied to the host once, here.
+                a shard: 0 first, never decreasing, the sequence's length last. A tensor, a NumPy array or a sequence of
+                ints, or a list of those, one for each batch row. A CUDA tensor is copied to the host once, here.
             causal: inside a document, a query sees only the keys up to itself.
             padding: whether the last boundary may be smaller than the sequence's length. Tokens after it are padding:
                 they see nothing and no query sees them. Otherwise attention raises an error for such boundaries.
@@ -244,24 +265,19 @@ class Mask(Opaque):
     @property
     def has_window(self) -> bool:
         """Whether a window or chunks hide distant keys from queries."""
-        return any(
-            isinstance(rule, Chunked)
-            or (isinstance(rule, SlidingWindow) and rule.left >= 0)
-            or (isinstance(rule, CausalBlocks) and rule.window is not None)
-            for rule in self.rules
-        )
+        return any(rule.has_window for rule in self.rules)
 
     @property
     def is_local(self) -> bool:
         """Whether most queries see only keys nearby, because of a window, chunks or packed documents."""
-        return self.has_window or any(isinstance(rule, Documents) for rule in self.rules)
+        return any(rule.is_local for rule in self.rules)
 
     def check_length(self, seq_len: int) -> None:
         """Check that the mask fits a sequence of ``seq_len`` tokens. Attention calls it.
 
         Raises:
             ValueError: the last boundary of ``documents`` lies beyond the sequence's end, or before it without
-                ``padding``.
+                ``padding``; or a block of ``causal`` lies beyond the end.
         """
         for rule in self.rules:
             rule.check_length(seq_len)

@@ -29,6 +29,26 @@ class Rule(ABC):
         """For each batch row, the positions at which a sequence begins according to the rule (see ``Mask.starts``)."""
         return ((0,),)
 
+    @property
+    @abstractmethod
+    def is_local(self) -> bool:
+        """Whether most queries see only keys nearby (see ``Mask.is_local``)."""
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a window or chunks are the reason that it is local."""
+        return self.is_local
+
+    @property
+    @abstractmethod
+    def constructor(self) -> str:
+        """The call of ``Mask`` that makes the rule, such as "sliding_window(7)"."""
+
+    @property
+    @abstractmethod
+    def shown(self) -> int:
+        """How many tokens a picture of the rule shows."""
+
     def check_length(self, seq_len: int) -> None:  # noqa: B027 (most rules fit every length)
         """Raise a ValueError if the rule does not fit a sequence of ``seq_len`` tokens."""
 
@@ -41,6 +61,20 @@ class Rule(ABC):
 class SlidingWindow(Rule):
     left: int
     right: int
+
+    @property
+    def is_local(self) -> bool:
+        return self.left >= 0
+
+    @property
+    def constructor(self) -> str:
+        if (self.left, self.right) == (-1, 0):
+            return "causal()"
+        return f"sliding_window({self.left}{f', {self.right}' if self.right else ''})"
+
+    @property
+    def shown(self) -> int:
+        return 2 * (max(self.left, self.right) + 1)
 
     def runs(self, row: int, seq_len: int) -> Runs:
         hi, hi_step = (UNBOUNDED, 0) if self.right < 0 else (self.right + 1, 1)
@@ -58,6 +92,23 @@ class Documents(Rule):
     @property
     def batch(self) -> int:
         return len(self.boundaries)
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def has_window(self) -> bool:
+        return False
+
+    @property
+    def constructor(self) -> str:
+        flags = "" if self.causal else ", causal=False"
+        return f"documents({_by_row(self.boundaries)}{flags}{', padding=True' if self.padding else ''})"
+
+    @property
+    def shown(self) -> int:
+        return max(row[-1] for row in self.boundaries)
 
     def check_length(self, seq_len: int) -> None:
         for row, boundaries in enumerate(self.boundaries):
@@ -89,9 +140,30 @@ class CausalBlocks(Rule):
     blocks: tuple[tuple[tuple[int, int], ...], ...]  # by batch row: (first token, one past the last), increasing
     window: int | None = None
 
+    def check_length(self, seq_len: int) -> None:
+        for row, blocks in enumerate(self.blocks):
+            if blocks and blocks[-1][1] > seq_len:
+                where = f" of batch row {row}" if self.batch > 1 else ""
+                raise ValueError(
+                    f"causal blocks: the last block{where} is {blocks[-1]}, but the sequence has {seq_len} tokens; "
+                    "pass blocks inside the whole sequence, in global positions"
+                )
+
     @property
     def batch(self) -> int:
         return len(self.blocks)
+
+    @property
+    def is_local(self) -> bool:
+        return self.window is not None
+
+    @property
+    def constructor(self) -> str:
+        return f"causal({_by_row(self.blocks)}{'' if self.window is None else f', window={self.window}'})"
+
+    @property
+    def shown(self) -> int:
+        return max([2 * (self.window or 0), *(stop for row in self.blocks for _, stop in row)])
 
     def runs(self, row: int, seq_len: int) -> Runs:
         # One run inside each block, and one run from its end to the next block.
@@ -120,6 +192,18 @@ class PrefixLM(Rule):
     def batch(self) -> int:
         return len(self.prefix_len)
 
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def constructor(self) -> str:
+        return f"prefix_lm({_by_row(self.prefix_len)})"
+
+    @property
+    def shown(self) -> int:
+        return 2 * max(self.prefix_len)
+
     def runs(self, row: int, seq_len: int) -> Runs:
         prefix = max(1, self.prefix_len[row])
         return Runs.of([0, prefix - 1], 0, 0, prefix, [0, 1])
@@ -134,6 +218,19 @@ class Chunked(Rule):
     @property
     def batch(self) -> int:
         return len(self.origins)
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def constructor(self) -> str:
+        starts = "" if self.origins == ((0,),) else f", starts={_by_row(self.origins)}"
+        return f"chunked({self.size}{'' if self.causal else ', causal=False'}{starts})"
+
+    @property
+    def shown(self) -> int:
+        return max(row[-1] for row in self.origins) + 2 * self.size
 
     def runs(self, row: int, seq_len: int) -> Runs:
         origins = [origin for origin in self.origins[row] if origin < seq_len] or [0]
@@ -154,6 +251,19 @@ class Padding(Rule):
     @property
     def batch(self) -> int:
         return len(self.begin)
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def constructor(self) -> str:
+        stops = "" if set(self.end) == {UNBOUNDED} else f", {_by_row(self.end)}"
+        return f"padding({_by_row(self.begin)}{stops})"
+
+    @property
+    def shown(self) -> int:
+        return max(2 * start if stop == UNBOUNDED else stop for start, stop in zip(self.begin, self.end, strict=True))
 
     @property
     def starts(self) -> tuple[tuple[int, ...], ...]:
@@ -214,6 +324,8 @@ def causal_blocks(blocks: Sequence[Any]) -> tuple[tuple[tuple[int, int], ...], .
 
 def ints(name: str, value: Any) -> tuple[int, ...]:
     """``value`` as a flat tuple of ints."""
+    if isinstance(value, np.ndarray):
+        value = _as_tensor(name, value)
     if isinstance(value, Tensor):
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
             raise TypeError(
@@ -222,7 +334,10 @@ def ints(name: str, value: Any) -> tuple[int, ...]:
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
         value = (value,)
-    items: list[Any] = [item.item() if isinstance(item, Tensor) and item.dim() == 0 else item for item in value]
+    items: list[Any] = [
+        item.item() if isinstance(item, np.generic) or (isinstance(item, Tensor) and item.dim() == 0) else item
+        for item in value
+    ]
     for item in items:
         check_int(name, item)
     return tuple(items)
@@ -230,14 +345,28 @@ def ints(name: str, value: Any) -> tuple[int, ...]:
 
 def batch_rows(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     """``value`` as one tuple of ints for each batch row."""
+    if isinstance(value, np.ndarray):
+        value = _as_tensor(name, value)
     if isinstance(value, Tensor) and value.dim() == 2:
         value = list(value)
     nested = isinstance(value, Sequence) and any(
-        isinstance(row, Sequence) or (isinstance(row, Tensor) and row.dim() == 1) for row in value
+        isinstance(row, Sequence) or (isinstance(row, Tensor | np.ndarray) and row.ndim == 1) for row in value
     )
     if not nested and not isinstance(value, Sequence | Tensor):
         raise TypeError(f"{name}={value!r}: expected a sequence of ints or an integer tensor")
     return tuple(ints(name, row) for row in value) if nested else (ints(name, value),)
+
+
+def _as_tensor(name: str, value: np.ndarray[Any, Any]) -> Tensor:
+    if value.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got a NumPy array of {value.dtype}")
+    return torch.from_numpy(value.astype(np.int64))
+
+
+def _by_row(rows: Sequence[Any]) -> str:
+    """The argument of a constructor for ``rows``, one value for each batch row; the only one alone."""
+    values = [list(row) if isinstance(row, tuple) else row for row in rows]
+    return repr(values if len(values) > 1 else values[0])
 
 
 def short(values: Sequence[Any]) -> str:

@@ -167,7 +167,7 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
 def known_per_host(group: ProcessGroup | None) -> int:
     """How many consecutive ranks of ``group`` share a host: 1 if they are irregular, all as long as the hosts are not
     known. The same on every rank. Never communicates."""
-    if group is None or not (is_simulated() or _known_hosts(global_ranks(group))):
+    if group is None or not (_known_hosts(global_ranks(group)) or is_simulated()):
         return size_of(group)
     hosts = ranks_by_host(group)
     per_host = ranks_per_host(hosts)
@@ -350,7 +350,13 @@ def parent_group(ranks: Ranks) -> ProcessGroup:
 
 def global_ranks(ranks: Ranks) -> tuple[int, ...]:
     """The ranks of ``ranks`` as ranks of the default group, in the order of ``ranks``."""
-    of_parent = dist.get_process_group_ranks(parent_group(ranks))
+    try:
+        of_parent = dist.get_process_group_ranks(parent_group(ranks))
+    except KeyError:
+        raise ValueError(
+            "group: its process group has been destroyed (destroy_process_group); make the mesh, the group and the "
+            "Sharding again, with the process groups that are running"
+        ) from None
     return tuple(of_parent[rank] for rank in ranks.ranks) if isinstance(ranks, Subgroup) else tuple(of_parent)
 
 

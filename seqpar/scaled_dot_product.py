@@ -108,6 +108,11 @@ def sdpa(
             raise ValueError(f"{name}: expected a tensor [batch, heads, seq, head_dim], got {shape}")
     if not enable_gqa and q.shape[1] != k.shape[1]:
         raise ValueError(f"q: {q.shape[1]} heads, but k has {k.shape[1]}; pass enable_gqa=True for grouped heads")
+    if k.shape[2] != q.shape[2] or v.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} queries, {k.shape[2]} keys, {v.shape[2]} values: expected this rank's tokens of all three; "
+            "call F.scaled_dot_product_attention for keys that every rank holds in full, as in a cross-attention"
+        )
     if mask is None:
         mask = _CAUSAL if is_causal else _FULL
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, d], [b, s, n, d], [b, s, n, e]
@@ -167,6 +172,8 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding that the tokens were sharded with")
         if mask is not None and not isinstance(mask, Mask):
             raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
+        if not isinstance(whole_keys, Collection):
+            raise TypeError(f"whole_keys={whole_keys!r}: expected a list of lengths, such as [77]")
         for length in whole_keys:
             check_int("whole_keys", length, 1)
         if shared := {*whole_keys} & {*sharding.lengths}:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
+from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import check_bool, check_choice, check_int, no_compile
+from .checks import check_bool, check_choice, check_dense, check_int, no_compile
 from .compile_types import Opaque, register_reference_type
 from .layout import (
     LAYOUTS,
@@ -27,6 +28,7 @@ from .mesh import (
     all_ranks_group,
     check_mesh_and_group,
     context_group,
+    global_ranks,
     known_per_host,
     rank_in,
     sequence_group,
@@ -50,6 +52,9 @@ class Sharding(Opaque):
     exception: for a mesh that ``init_mesh`` did not make, it creates the process group of the sequence.
 
     Shardings are immutable and hashable, and equal if they are made with equal arguments.
+
+    A sharding can be passed to processes that this one starts, such as the workers of a DataLoader, but not pickled in
+    any other way. There it is a ``WorkerSharding`` of this rank, with ``lengths``, ``positions`` and ``shard``.
 
     Args:
         seq_len: tokens of the full sequence. It need not divide by anything.
@@ -175,8 +180,8 @@ class Sharding(Opaque):
         """
         check_bool("check", check)
         if compares_now(self.sequence_group) or check:
-            compare(x, lambda: self._check_full(x, dim), self.sequence_group)
-        dim = self._check_full(x, dim)
+            compare(x, lambda: _check_full(x, dim, self.seq_len), self.sequence_group)
+        dim = _check_full(x, dim, self.seq_len)
         if self.sequence_group is None:
             return x
         return local_shard(x, dim, self._tokens, rank_in(self.sequence_group))
@@ -205,18 +210,9 @@ class Sharding(Opaque):
         self.check_local(x_local.shape[dim])
         if self.sequence_group is None:
             return x_local
+        global_ranks(self.sequence_group)  # raises if the group has been destroyed
         out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
         return out
-
-    def _check_full(self, x: Tensor, dim: int) -> int:
-        """``dim`` counted from the front, after checking that ``x`` holds the full sequence."""
-        dim = check_dim("x", x, dim)
-        if x.shape[dim] != self.seq_len:
-            raise ValueError(
-                f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
-                f"seq_len={self.seq_len}; make a Sharding of that length, or name the dimension of the sequence"
-            )
-        return dim
 
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
         """The number of tokens of each rank of ``group``, whose ranks must all share the sequence.
@@ -295,13 +291,84 @@ class Sharding(Opaque):
     def __hash__(self) -> int:
         return self._hash
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+    def __copy__(self) -> Sharding:
         return self  # process groups cannot be copied, and nothing changes a sharding
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharding:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _in_worker(self, self.seq_len, self.layout, self.ranks, rank_in(self.sequence_group))
 
     def __repr__(self) -> str:
         lengths = _short(self.lengths)
         strategy = f", strategy={self.strategy!r}" if self.strategy is not None else ""
         return f"Sharding({self.seq_len}, {self.layout!r}{strategy}, lengths={lengths})"
+
+
+@dataclass(frozen=True)
+class WorkerSharding:
+    """A ``Sharding`` in a process that a rank has started, without process groups: in a worker of a DataLoader.
+
+    It says which tokens that rank holds, and cuts them out of a tensor. In a process with process groups of its own,
+    its methods raise an error, because the process may be another rank.
+
+    Attributes:
+        seq_len: tokens of the full sequence.
+        layout: which tokens each rank holds.
+        ranks: the number of ranks.
+        rank: the rank that started this process, among these.
+    """
+
+    seq_len: int
+    layout: Layout
+    ranks: int
+    rank: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each rank, by rank."""
+        self._check_worker()
+        return tuple(shard_length(self.seq_len, self.ranks, rank, self.layout) for rank in range(self.ranks))
+
+    @property
+    def seq_local(self) -> int:
+        """The number of tokens of the rank."""
+        return self.lengths[self.rank]
+
+    def positions(self) -> Tensor:
+        """Global positions of the rank's tokens: int64 ``[seq_local]`` on the CPU, increasing."""
+        self._check_worker()
+        return shard_positions(self.seq_len, self.ranks, self.rank, self.layout).clone()
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The rank's shard of ``x``, with ``seq_local`` instead of ``seq_len`` entries along ``dim``.
+
+        Raises:
+            ValueError: ``x`` does not have ``seq_len`` entries along ``dim``, or the process has process groups.
+        """
+        positions = self.positions().to(x.device)
+        return x.index_select(_check_full(x, dim, self.seq_len), positions)
+
+    def _check_worker(self) -> None:
+        if dist.is_initialized():
+            raise ValueError(
+                f"sharding: it was made by rank {self.rank} of {self.ranks} in the process that started this one, "
+                "which has process groups of its own; make a seqpar.Sharding in this process"
+            )
+
+    def __reduce__(self) -> Any:
+        return _in_worker(self, self.seq_len, self.layout, self.ranks, self.rank)
+
+
+def _in_worker(sharding: Sharding | WorkerSharding, *values: Any) -> Any:
+    """How to pickle ``sharding``: only for a process that is being started, which cannot be another rank's."""
+    if get_spawning_popen() is None:
+        raise TypeError(
+            f"{sharding}: a sharding belongs to its rank and its process groups; it can be pickled only for a process "
+            "that this one starts (a worker of a DataLoader); elsewhere make it again, from its seq_len and layout"
+        )
+    return WorkerSharding, values
 
 
 def require_layout(layout: Layout | None, group: ProcessGroup | None) -> Layout:
@@ -369,7 +436,7 @@ def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     """The global ranks of ``group``; None is this process alone."""
     if group is None:
         return (dist.get_rank() if dist.is_initialized() else 0,)
-    return tuple(dist.get_process_group_ranks(group))
+    return global_ranks(group)
 
 
 def _short(ranks: tuple[int, ...]) -> str:
@@ -377,10 +444,22 @@ def _short(ranks: tuple[int, ...]) -> str:
     return f"[{', '.join(shown)}]"
 
 
+def _check_full(x: Tensor, dim: int, seq_len: int) -> int:
+    """``dim`` counted from the front, after checking that ``x`` holds the full sequence."""
+    dim = check_dim("x", x, dim)
+    if x.shape[dim] != seq_len:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
+            f"seq_len={seq_len}; make a Sharding of that length, or name the dimension of the sequence"
+        )
+    return dim
+
+
 def check_dim(name: str, x: Tensor, dim: int) -> int:
     """``dim`` counted from the front, after checking the arguments."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_dense(name, x)
     check_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={dim}: {name} has {x.dim()} dimensions, {tuple(x.shape)}; choose one of them")

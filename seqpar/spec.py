@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from .cache import cached_tensors, upload
 from .checks import check_bool, check_dropout, check_number, check_options
 from .compile_types import Opaque, register_constant_type
 from .heads import Heads
@@ -34,6 +36,7 @@ class AttentionSpec(Opaque):
         tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
         first_head: the index in the model of the first query head.
         q_per_kv: query heads that read one KV head; None: heads of q divided by heads of k.
+        alibi_slopes: the slopes of all query heads of a model; None if the call has its own, or none.
         layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
         draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
         returns_saved: whether the operator returns the tensors that its backward needs, as in compiled code. Otherwise
@@ -51,6 +54,7 @@ class AttentionSpec(Opaque):
     tensor_parallel: bool = False
     first_head: int = 0
     q_per_kv: int | None = None
+    alibi_slopes: tuple[float, ...] | None = None
     layer_mask: LayerMask | None = None
     draws_seed: bool = False
     returns_saved: bool = False
@@ -60,6 +64,23 @@ class AttentionSpec(Opaque):
         heads = int(q_shape[2])
         per_kv = heads // int(k_shape[2]) if self.q_per_kv is None else self.q_per_kv
         return Heads(range(self.first_head, self.first_head + heads), per_kv)
+
+    def slopes(self, heads: Heads, device: torch.device) -> Tensor | None:
+        """The slopes of ``heads``, float32 ``[h]``; None if there are none."""
+        if self.alibi_slopes is None:
+            return None
+        own = self.alibi_slopes[heads.queries.start : heads.queries.stop]
+        if not self.tensor_parallel and len(heads.queries) != len(self.alibi_slopes):
+            raise ValueError(
+                f"alibi_slopes: {len(self.alibi_slopes)} slopes, but attention has {len(heads.queries)} query heads; "
+                "pass one for each head of the model (Memory(head_groups=...), which attends with some of the heads at "
+                "a time, cannot have slopes)"
+            )
+
+        def make() -> Tensor:
+            return upload(torch.tensor(own, dtype=torch.float32, device="cpu"), device)
+
+        return cached_tensors(("ALiBi slopes", *own), device, make)
 
     def having(self, **changes: Any) -> AttentionSpec:
         """A copy with other values of some attributes. torch.compile cannot trace ``dataclasses.replace``."""
@@ -75,8 +96,11 @@ def attention_spec(
     deterministic: bool = False,
     backend: str = "auto",
     return_lse: bool = False,
+    *functions: Callable[..., Any],
 ) -> AttentionSpec:
     """The spec of checked arguments of ``seqpar.attention``.
+
+    ``functions`` take ``strategy_options`` as keywords, among which may be mistyped arguments of theirs.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or with a wrong value.
@@ -86,13 +110,13 @@ def attention_spec(
     if torch.compiler.is_compiling():  # torch.compile may have turned numbers into variables
         scale = None if softmax_scale is None else constant_float(softmax_scale)
         numbers = scale, constant_float(softcap), constant_float(dropout_p)
-        spec = _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+        spec = _checked(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
         return spec.having(returns_saved=True)
     make = _checked if any(isinstance(x, bool) for _, x in options) else _cached  # True == 1, also in a cache
     try:
-        return make(strategy, options, *numbers, deterministic, backend, return_lse)
+        return make(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
     except TypeError:  # an argument that cannot be hashed, or is of another type: say which
-        return _checked(strategy, options, *numbers, deterministic, backend, return_lse)
+        return _checked(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
 
 
 def _checked(
@@ -104,9 +128,10 @@ def _checked(
     deterministic: bool,
     backend: str,
     return_lse: bool,
+    *functions: Callable[..., Any],
 ) -> AttentionSpec:
     check_strategy(strategy)
-    check_options(strategy, dict(options), STRATEGIES[strategy].options)
+    check_options(strategy, dict(options), STRATEGIES[strategy].options, *functions)
     check_bool("deterministic", deterministic)
     check_bool("return_lse", return_lse)
     if not torch.compiler.is_compiling():

@@ -35,7 +35,7 @@ def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
         starts = per_row(st.lists(st.integers(0, seq_len + 3), max_size=4).map(tuple))
         return Rule(name, (draw(st.integers(1, seq_len + 2)), draw(st.booleans()), draw(starts)))
     if name == "causal" and draw(st.booleans()):
-        edges = st.lists(st.integers(0, seq_len + 3), max_size=6, unique=True).map(sorted)
+        edges = st.lists(st.integers(0, seq_len), max_size=6, unique=True).map(sorted)
         blocks = edges.map(lambda x: tuple(zip(x[::2], x[1::2], strict=False)))
         block_rows = st.tuples(*[blocks] * rows)
         window = draw(st.one_of(st.just(()), st.tuples(st.integers(1, seq_len + 2))))

@@ -135,8 +135,15 @@ class Rule:
         """The rule for a sequence of ``seq_len`` tokens.
 
         The boundaries of documents are changed so that the last document ends with the sequence, or before its end if
-        padding is allowed.
+        padding is allowed. Blocks end with the sequence.
         """
+        if self.name == "causal" and self.args:
+
+            def cut(row: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+                return tuple((start, min(stop, seq_len)) for start, stop in row if start < seq_len)
+
+            blocks, *window = self.args
+            return replace(self, args=(tuple(map(cut, blocks)) if self.rows > 1 else cut(blocks), *window))
         if self.name != "documents":
             return self
         boundaries, causal, *padding = self.args

@@ -62,8 +62,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     get the same batches. All other ranks are data-parallel, under DDP or with FSDP2 over all ranks. In TRL's
     preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
-    It also takes these arguments of ``parallelize``: strategy, layout, backend, gradients, loss_chunk, outputs, memory
-    and the strategy's options. Use ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
+    It also takes these arguments of ``parallelize``: strategy, layout, backend, softmax_scale, alibi_slopes,
+    deterministic, gradients, loss_chunk, outputs, memory and the strategy's options. Use ``outputs="full"`` if you
+    evaluate with ``compute_metrics``, which needs the logits.
 
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of

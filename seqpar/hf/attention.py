@@ -31,7 +31,6 @@ from transformers.masking_utils import (
 )
 
 from ..checks import check_inputs, no_compile
-from ..kernels.base import Score
 from ..mask import LayerMask, Mask, layer_mask
 from ..placement import ANY_RANKS
 from ..planner.rules import named
@@ -41,7 +40,7 @@ from ..strategies.operators import attention as attention_operator
 from .batch import BatchShard
 from .generate import decode
 from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
-from .state import DecodeShard, Forward, Patch, current_forward, shards_text_model
+from .state import DecodeShard, Forward, Patch, Settings, current_forward, shards_text_model
 from .support import text_model
 
 MaskFunction = Callable[..., Any]
@@ -100,6 +99,7 @@ def attention_forward(
             "(activation checkpointing)"
         )
     mask, in_layer = mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
+    scaling = scale_of(patch.settings, scaling, name)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weight, shared_key = None, key
     if has_latent_kv(module):
@@ -112,9 +112,20 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [b, s, h, d], [b, s, n, d] and [b, s, n, e]
     # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
     with torch.autocast(query.device.type, enabled=False):
+        spec = AttentionSpec(
+            strategy=patch.settings.strategy,
+            strategy_options=constants(patch.settings.options),
+            softmax_scale=constant_float(scale),
+            softcap=constant_float(softcap or 0.0),
+            dropout_p=constant_float(dropout),
+            deterministic=patch.settings.deterministic,
+            backend=patch.settings.backend,
+            alibi_slopes=patch.settings.alibi_slopes,
+            layer_mask=in_layer,
+            returns_saved=torch.compiler.is_compiling(),
+        )
         if isinstance(seqpar, DecodeShard):
-            score = Score(scale, softcap or 0.0, sinks=s_aux)
-            return decode(module, q, k, v, seqpar, patch, in_layer, score, name), None
+            return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
         _check_tuning(module, seqpar, name)
         if seqpar.sharding is None:  # the forward runs without the hooks, as in a pipeline stage
             patch.place(seqpar)
@@ -123,16 +134,6 @@ def attention_forward(
         if dropout:
             # The odd multiplier spreads the layers' indices over 32 bits.
             seed = (seqpar.seed_on_host + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62
-        spec = AttentionSpec(
-            strategy=patch.settings.strategy,
-            strategy_options=constants(patch.settings.options),
-            softmax_scale=constant_float(scale),
-            softcap=constant_float(softcap or 0.0),
-            dropout_p=constant_float(dropout),
-            backend=patch.settings.backend,
-            layer_mask=in_layer,
-            returns_saved=torch.compiler.is_compiling(),
-        )
         if not torch.compiler.is_compiling() and gathers_shared_keys(module, patch, layer_mask(mask, *in_layer)):
             spec = spec.having(strategy=REPLICATED)
             return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
@@ -141,6 +142,17 @@ def attention_forward(
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             q = join_backward(q, (k, v, s_aux, weight), spec, sharding)
         return attention_operator(q, k, v, s_aux, None, seed, weight, spec, mask, sharding, ANY_RANKS)[0], None
+
+
+def scale_of(settings: Settings, scaling: float | None, layer: str) -> float | None:
+    """The factor on the scores of a layer that passes ``scaling`` to its attention; None is the default."""
+    scale = settings.softmax_scale
+    if scale is not None and scaling not in (None, scale):
+        raise ValueError(
+            f"softmax_scale={scale}: {layer} itself passes scaling={scaling} to its attention, which one device uses; "
+            "leave softmax_scale out, or change the scaling of the model's layers"
+        )
+    return scaling if scale is None else scale
 
 
 def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:

@@ -20,7 +20,8 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..decoding import GrowingBuffer, attend_to_cached
 from ..heads import Heads
 from ..kernels.base import Score
-from ..mask import LayerMask, Mask, layer_mask
+from ..mask import Mask, layer_mask
+from ..spec import AttentionSpec
 from .batch import checksum
 from .full_batch import shard_call
 from .key_values import storing_layer
@@ -252,10 +253,10 @@ def decode(
     q: Tensor,  # [b, new, h, d], the same on every rank
     k: Tensor,  # [b, cached, n, d], of this rank
     v: Tensor,  # [b, cached, n, v_head_dim], of this rank
+    sinks: Tensor | None,  # [h]
     shard: DecodeShard,
     patch: Patch,
-    in_layer: LayerMask,  # what the layer adds to the mask
-    score: Score,
+    spec: AttentionSpec,
     name: str,
 ) -> Tensor:
     """Attention of the new tokens over the cached keys of all ranks: [b, new, h, v_head_dim], without gradients."""
@@ -263,5 +264,7 @@ def decode(
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
     heads = Heads.of_model(q.shape[2], k.shape[2])
-    cached, mask, backend = (k, v, positions), layer_mask(shard.mask, *in_layer), patch.settings.backend
-    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, backend, shard.intervals)
+    assert spec.softmax_scale is not None and spec.layer_mask is not None
+    score = Score(spec.softmax_scale, spec.softcap, spec.slopes(heads, q.device), sinks)
+    cached, mask = (k, v, positions), layer_mask(shard.mask, *spec.layer_mask)
+    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, spec.backend, shard.intervals)

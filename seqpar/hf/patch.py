@@ -8,10 +8,11 @@ function.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
@@ -24,7 +25,7 @@ from ..memory.switches import layers_of
 from ..mesh import all_ranks_group, size_of
 from ..strategies import StrategyName, StrategyOptions, resolve
 from . import forward
-from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, structure
+from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, scale_of, structure
 from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
@@ -49,6 +50,9 @@ class Arguments(StrategyOptions, total=False):
     strategy: StrategyName
     layout: Layout
     backend: BackendName
+    softmax_scale: float | None
+    alibi_slopes: Tensor | Sequence[float] | None
+    deterministic: bool
     gradients: Gradients
     loss_chunk: int | None
     outputs: Outputs
@@ -63,6 +67,9 @@ def parallelize(
     strategy: StrategyName = "ring",
     layout: Layout = "zigzag",
     backend: BackendName = "auto",
+    softmax_scale: float | None = None,
+    alibi_slopes: Tensor | Sequence[float] | None = None,
+    deterministic: bool = False,
     gradients: Gradients = "mean",
     loss_chunk: int | None = None,
     outputs: Outputs = "auto",
@@ -93,6 +100,11 @@ def parallelize(
         strategy: "ring", "ulysses", "context_parallel", "hybrid", "local" or "auto", as in ``seqpar.attention``.
         layout: which tokens each rank holds: "zigzag", "contiguous" or "striped".
         backend: as in ``seqpar.attention``.
+        softmax_scale: a factor on the scores of layers that pass none to their attention. Almost every model's layers
+            pass their own scaling; another value here is then an error, because one device would not use it.
+        alibi_slopes: ``[heads]`` of every layer, a tensor or numbers, for models trained with ALiBi whose own attention
+            has none: ``slope * |i - j|`` is subtracted from the scores, for global positions ``i`` and ``j``.
+        deterministic: as in ``seqpar.attention``.
         gradients: "sum" if something sums the gradients over the ranks instead of averaging them.
         loss_chunk: how many tokens have logits at a time in the loss; by default as many as fit in 128 MiB.
         outputs: what a call with a full batch returns for each token (logits, hidden states, log-probabilities).
@@ -114,7 +126,9 @@ def parallelize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
-    settings = Settings(strategy, layout, backend, gradients, loss_chunk, outputs, batches, memory, options)
+    scores: Any = {"softmax_scale": softmax_scale, "alibi_slopes": alibi_slopes, "deterministic": deterministic}
+    named: Any = {"loss_chunk": loss_chunk, "outputs": outputs, "batches": batches, "memory": memory, **scores}
+    settings = Settings(strategy, layout, backend, gradients, options=options, **named)
     return apply(settings, model, mesh, group)
 
 
@@ -133,6 +147,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     patch = Patch(settings, mesh, group, placement.sequence, loss_ranks, ulysses_ranks=size_of(placement.ulysses))
     for root, trial in trials.items():
         _compare_masks(root, trial, patch)
+        for name, scaling in trial.scalings.items():
+            scale_of(settings, scaling, f"layer {name!r}")
     texts = [text_model(root) for root in roots]
     patch.implementation = texts[0].config._attn_implementation or ""
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
-from ..checks import check_choice, check_int, check_options, no_compile
+from ..checks import check_bool, check_choice, check_int, check_number, check_options, check_slopes, no_compile
 from ..decoding import Intervals
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
@@ -44,11 +44,14 @@ class Settings:
     outputs: Outputs = "auto"
     batches: Batches = "shared"
     memory: Memory | None = None
+    softmax_scale: float | None = None
+    alibi_slopes: tuple[float, ...] | None = None  # made from the tensor or the numbers that the caller gave
+    deterministic: bool = False
     options: StrategyOptions = field(default_factory=StrategyOptions)
 
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
-        check_options(self.strategy, self.options, STRATEGIES[self.strategy].options)
+        check_options(self.strategy, self.options, STRATEGIES[self.strategy].options, Settings)
         check_choice("layout", self.layout, LAYOUTS)
         check_backend(self.backend)
         for name, choices in (("gradients", Gradients), ("outputs", Outputs), ("batches", Batches)):
@@ -56,6 +59,15 @@ class Settings:
         if self.batches == "per_rank" and self.outputs == "local":
             raise ValueError(
                 "outputs='local': with batches='per_rank' each rank gets all outputs of its batch; leave outputs out"
+            )
+        if self.softmax_scale is not None:
+            check_number("softmax_scale", self.softmax_scale)
+        object.__setattr__(self, "alibi_slopes", check_slopes(self.alibi_slopes))
+        check_bool("deterministic", self.deterministic)
+        if self.batches == "per_rank" and (self.softmax_scale, self.alibi_slopes) != (None, None):
+            raise ValueError(
+                "softmax_scale, alibi_slopes: with batches='per_rank' each rank generates with the model's own "
+                "attention, which has neither; leave them out"
             )
         if self.loss_chunk is not None:
             check_int("loss_chunk", self.loss_chunk, 1)

@@ -47,6 +47,7 @@ class Trial:
     def __init__(self, root: PreTrainedModel) -> None:
         self.attention_modules: list[nn.Module] = []  # that called the attention function
         self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
+        self.scalings: dict[str, float | None] = {}  # by the layer's name, what it passes to the attention function
         self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
         # Name and class of the innermost module whose output for a token depends on other tokens, and of the innermost
         # module that returns one vector per sequence.
@@ -76,6 +77,7 @@ class Trial:
     ) -> tuple[Tensor, None]:
         self.attention_modules.append(module)
         self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
+        self.scalings[self._names[module]] = kwargs.get("scaling")
         self._check([x.transpose(1, 2) for x in (q, k, v)], module)
         return attend_to_own_token(module, q, k, v)
 

@@ -25,6 +25,7 @@ from ..checks import (
     check_int,
     check_number,
     check_options,
+    check_slopes,
     has_length,
     no_compile,
 )
@@ -94,9 +95,12 @@ class AttentionLayer(nn.Module):
         out_bias: bool | None = None,
         qk_norm: bool = False,
         rope: RotaryEmbedding | None = None,
+        softmax_scale: float | None = None,
         softcap: float = 0.0,
         sinks: bool = False,
+        alibi_slopes: Tensor | Sequence[float] | None = None,
         dropout_p: float = 0.0,
+        deterministic: bool = False,
         backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,9 +113,9 @@ class AttentionLayer(nn.Module):
         check_choice("backend", backend, ("auto", *BACKENDS))
         if check_number("softcap", softcap) < 0:
             raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
-        for name, flag in (("bias", bias), ("out_bias", out_bias), ("qk_norm", qk_norm), ("sinks", sinks)):
-            if name != "out_bias" or flag is not None:
-                check_bool(name, flag)
+        flags = {"bias": bias, "qk_norm": qk_norm, "sinks": sinks, "deterministic": deterministic}
+        for name, flag in (flags if out_bias is None else {**flags, "out_bias": out_bias}).items():
+            check_bool(name, flag)
         check_dtype(dtype)
         check_rope(rope, head_dim)
         self._check_options(dict(strategy_options))
@@ -124,10 +128,13 @@ class AttentionLayer(nn.Module):
         self.spec = AttentionSpec(
             strategy=self.strategy,
             strategy_options=constants(strategy_options),
+            softmax_scale=None if softmax_scale is None else check_number("softmax_scale", softmax_scale),
             softcap=float(softcap),
             dropout_p=check_dropout(dropout_p),
+            deterministic=deterministic,
             backend=backend,
             q_per_kv=num_heads // kv_heads,
+            alibi_slopes=check_slopes(alibi_slopes, num_heads),
             draws_seed=dropout_p > 0,
         )
         self._parallel_context = ParallelContext(mesh, group)
@@ -234,7 +241,8 @@ class AttentionLayer(nn.Module):
             Sharding(0, layout, **where).place(self.spec, self._parallel_context)  # raises if the options do not fit
         joins_backward = True
         if needs_handshake:
-            options = self.extra_repr(), layout, self.spec.softcap, self.spec.dropout_p * self.training
+            numbers = self.spec.softmax_scale, self.spec.softcap, self.spec.dropout_p * self.training
+            options = self.extra_repr(), layout, *numbers, self.spec.alibi_slopes
             gradient = gradient_state(x, *self.parameters())
             header = _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask, *options), gradient)
             headers = all_gather_header(lambda: header, group)
@@ -272,7 +280,7 @@ class AttentionLayer(nn.Module):
         if self.rope is not None:
             q, k = self.rope(q, k, cache.new_positions(self, x.shape[1]) if positions is None else positions)
         group = cache.sharding.place(spec, self._parallel_context).sequence
-        out = cache.attend(self, q, k, v, self.local_weight("sinks"), spec, mask, group)
+        out = cache.attend(self, q, k, v, self.local_weight("sinks"), None, spec, mask, group)
         return self._output(out.flatten(2), None)
 
     def _compute(
@@ -389,7 +397,7 @@ class AttentionLayer(nn.Module):
 
     def _check_options(self, options: dict[str, Any]) -> None:
         """Check names and types. Values that depend on the group are checked in ``forward``."""
-        check_options(self.strategy, options, STRATEGIES[self.strategy].options)
+        check_options(self.strategy, options, STRATEGIES[self.strategy].options, type(self), AttentionLayer)
         if options.get("comm") is not None:
             check_choice("comm", options["comm"], COMMS)
         for name in ("ulysses_size", "chunks"):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice
@@ -106,9 +107,12 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     out_bias: bool | None = None,
     qk_norm: bool = False,
     rope: RotaryEmbedding | None = None,
+    softmax_scale: float | None = None,
     softcap: float = 0.0,
     sinks: bool = False,
+    alibi_slopes: Tensor | Sequence[float] | None = None,
     dropout_p: float = 0.0,
+    deterministic: bool = False,
     backend: BackendName = "auto",
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -137,9 +141,13 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         out_bias: whether the output projection has a bias; the same as ``bias`` by default.
         qk_norm: RMS-normalise each head of q and k before the rotary embedding (Qwen 3, Gemma 3).
         rope: a ``seqpar.RotaryEmbedding``, or None. Layers may share one.
+        softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
         sinks: whether each head has a learned logit in the denominator of the softmax, initially 0 (gpt-oss).
+        alibi_slopes: ``[num_heads]``, a tensor or numbers. ``slope * |i - j|`` is subtracted from the scores, for
+            global positions ``i`` and ``j`` (Press et al., 2021). They are constants, which checkpoints do not hold.
         dropout_p: the probability of dropping an attention weight, in training mode only.
+        deterministic: use only kernels whose gradients have the same bits in every run. They are slower.
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.
         dtype: the dtype of the weights.
@@ -172,9 +180,12 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         out_bias=out_bias,
         qk_norm=qk_norm,
         rope=rope,
+        softmax_scale=softmax_scale,
         softcap=softcap,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
         dropout_p=dropout_p,
+        deterministic=deterministic,
         backend=backend,
         device=device,
         dtype=dtype,

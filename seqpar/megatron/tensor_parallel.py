@@ -112,7 +112,8 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         self.q_norm, self.k_norm = (norm() if qk_norm else None for _ in range(2))
 
     def _check_options(self, options: dict[str, Any]) -> None:
-        check_options(f"tp_sp with context {self.context!r}", options, STRATEGIES[self.context].options)
+        allowed = STRATEGIES[self.context].options
+        check_options(f"tp_sp with context {self.context!r}", options, allowed, type(self), AttentionLayer)
 
     def _gathered_tokens(self, x: Tensor, sharding: Sharding, spec: AttentionSpec) -> ShardedTokens | None:
         if self._tensor_ranks == 1:

@@ -205,6 +205,7 @@ def vocab_parallel_cross_entropy(
     group: ProcessGroup | None = None,
     sharding: Sharding | None = None,
     ignore_index: int = IGNORE_INDEX,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cross-entropy of logits that are sharded over the vocabulary.
 
@@ -220,6 +221,7 @@ def vocab_parallel_cross_entropy(
         sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it
             there is a handshake.
         ignore_index: the label of tokens without loss.
+        label_smoothing: only 0, as a sharded vocabulary has no smoothed losses.
 
     Returns:
         The loss of each of the group's tokens, ``[batch, tokens]``, float32 (float64 for float64 logits), the same on
@@ -231,6 +233,11 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes that do not fit together, or a label outside the vocabulary.
         RuntimeError: another rank raised an error on its own input.
     """
+    if label_smoothing:
+        raise ValueError(
+            f"label_smoothing={label_smoothing}: not computed over a sharded vocabulary; compute the logits with an "
+            "nn.Linear, which every rank holds in full, and the losses with F.cross_entropy"
+        )
     if sharding is not None and (mesh is not None or group is not None):
         check_sharding(sharding, mesh=mesh, group=group)
     ranks = ParallelContext(mesh, group) if sharding is None else ANY_RANKS

@@ -56,10 +56,13 @@ def make_call(
     mask: Mask,
     placement: Placement,
     spec: AttentionSpec,
+    device: torch.device,
 ) -> AttentionCall:
     """The call for checked and resolved arguments. Every attention call of the package is made here."""
     if spec.layer_mask is not None:
         mask = layer_mask(mask, *spec.layer_mask)
+    if spec.alibi_slopes is not None:
+        alibi_slopes = spec.slopes(heads, device)
     return AttentionCall(
         placement=placement,
         plan=attention_plan(mask, *placement.plan_arguments),
@@ -111,7 +114,7 @@ def new_call(
 
     agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
     heads = spec.heads(q.shape, k.shape)
-    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec)
+    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec, q.device)
     if placement.gather is None and placement.tokens.ring > 1:
         count_choice("all_gather" if call.plan.gather else "p2p")
     return call
@@ -353,10 +356,9 @@ def attention_backward(
     """
     placement = sharding.place(spec, ranks)
     heads = spec.heads(q_shape, k_shape)
-    call = make_call(
-        q_shape[3], heads, sinks, alibi_slopes, 0 if seed is None else int(seed.item()), mask, placement, spec
-    )
-    exchange = head_exchange(call.placement, call.heads, q_shape, saved[0].device)
+    device, dropout_seed = saved[0].device, 0 if seed is None else int(seed.item())
+    call = make_call(q_shape[3], heads, sinks, alibi_slopes, dropout_seed, mask, placement, spec, device)
+    exchange = head_exchange(call.placement, call.heads, q_shape, device)
     saved = [x.contiguous() for x in saved]
     if exchange is not None:
         out_dim = value_dim(latent_weight, q_shape, v_shape)

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import Mask
@@ -34,6 +37,13 @@ def attend(q: Any = None, k: Any = None, v: Any = None, **kwargs: Any) -> Any:
     q = tensor() if q is None else q
     k = tensor() if k is None else k
     return seqpar.attention(q, k, k if v is None else v, **{"strategy": "local", "layout": "contiguous", **kwargs})
+
+
+TOO_LARGE = 2**70
+
+
+def nested(*lengths: int) -> Tensor:
+    return torch.nested.nested_tensor([torch.zeros(length, 4, 16) for length in lengths], layout=torch.jagged)
 
 
 Bad = tuple[Callable[[], Any], type[Exception], list[str]]
@@ -105,7 +115,24 @@ BAD: dict[str, Bad] = {
         TypeError,
         ["com", "'context_parallel'", "did you mean 'comm'"],
     ),
-    "option of another strategy": (lambda: attend(strategy="ring", comm="p2p"), TypeError, ["comm", "'ring'", "none"]),
+    "option of another strategy": (
+        lambda: attend(strategy="ring", comm="p2p"),
+        TypeError,
+        ["comm", "'ring'", "the strategy has no options"],
+    ),
+    **{
+        f"{name} for {meant}": (partial(function, *args, **{name: 0.1}), TypeError, [name, f"did you mean {meant!r}"])
+        for function, args, name, meant in (
+            (seqpar.ring_attention, [tensor()] * 3, "softmax_scal", "softmax_scale"),
+            (seqpar.hybrid_attention, [tensor()] * 3, "sink", "sinks"),
+            (seqpar.hybrid_attention, [tensor()] * 3, "ulyses_size", "ulysses_size"),
+            (seqpar.RingAttention, [8, 2], "softcp", "softcap"),
+            (seqpar.ParallelAttention, ["ulysses", 8, 2], "head_dims", "head_dim"),
+            (seqpar.ParallelAttention, ["context_parallel", 8, 2], "gathr", "gather"),
+            (seqpar.ParallelAttention, ["context_parallel", 8, 2], "backends", "backend"),
+            (seqpar.ParallelAttention, ["tp_sp", 8, 2], "overlp", "overlap"),
+        )
+    },
     "comm": (
         lambda: attend(strategy="context_parallel", comm="allgather"),
         ValueError,
@@ -134,6 +161,80 @@ BAD: dict[str, Bad] = {
     ),
     "mask": (lambda: attend(mask="causal"), TypeError, ["mask", "str", "seqpar.Mask.causal()"]),
     "mask class": (lambda: attend(mask=Mask), TypeError, ["mask", "seqpar.Mask.causal()"]),
+    "blocks beyond the sequence": (
+        lambda: attend(mask=Mask.causal([(0, 2), (5, 9)])),
+        ValueError,
+        ["causal blocks", "(5, 9)", "8 tokens"],
+    ),
+    "blocks of a row beyond the sequence": (
+        lambda: attend(mask=Mask.causal([[(0, 2)], [(5, 9)]])),
+        ValueError,
+        ["batch row 1", "(5, 9)", "8 tokens"],
+    ),
+    "learned slopes": (
+        lambda: attend(alibi_slopes=tensor(4, requires_grad=True)),
+        ValueError,
+        ["alibi_slopes", "gradient", "detach()"],
+    ),
+    "NaN sinks": (lambda: attend(sinks=tensor(4).fill_(torch.nan)), ValueError, ["sinks", "NaN"]),
+    "NaN slopes": (lambda: attend(alibi_slopes=tensor(4).fill_(torch.nan)), ValueError, ["alibi_slopes", "NaN"]),
+    "label smoothing": (
+        lambda: seqpar.vocab_parallel_cross_entropy(
+            tensor(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64), 8, label_smoothing=0.1
+        ),
+        ValueError,
+        ["label_smoothing=0.1", "F.cross_entropy"],
+    ),
+    **{
+        f"too large, {i}": (call, ValueError, [f"{TOO_LARGE}", "less than 2**61"])
+        for i, call in enumerate(
+            [
+                lambda: seqpar.Sharding(TOO_LARGE),
+                lambda: attend(seq_len=TOO_LARGE),
+                lambda: seqpar.positions(TOO_LARGE),
+                lambda: Mask.sliding_window(TOO_LARGE),
+                lambda: Mask.causal(window=TOO_LARGE),
+                lambda: Mask.prefix_lm(TOO_LARGE),
+                lambda: Mask.chunked(TOO_LARGE),
+                lambda: Mask.padding(TOO_LARGE),
+                lambda: Mask.documents([0, TOO_LARGE]),
+                lambda: Mask.causal([(0, TOO_LARGE)]),
+                lambda: seqpar.MegatronMLP(8, TOO_LARGE),
+                lambda: seqpar.ParallelAttention("ring", TOO_LARGE, 2),
+            ]
+        )
+    },
+    "nested": (lambda: attend(*[nested(8, 6)] * 2), TypeError, ["q", "nested tensor", "Mask.documents(cu_seqlens)"]),
+    "sparse": (lambda: attend(tensor().to_sparse()), TypeError, ["q", "torch.sparse_coo", "q.to_dense()"]),
+    "sparse keys": (lambda: attend(k=tensor().to_sparse()), TypeError, ["k", "k.to_dense()"]),
+    "a nested shard": (lambda: seqpar.shard(nested(8, 6)), TypeError, ["x", "nested tensor"]),
+    "sparse hidden states": (
+        lambda: seqpar.RingAttention(8, 2)(tensor(1, 4, 8).to_sparse()),
+        TypeError,
+        ["x_local", "x_local.to_dense()"],
+    ),
+    "vmap": (lambda: torch.vmap(attend)(tensor(3, 2, 8, 4, 16)), TypeError, ["q", "torch.func", "backward"]),
+    "torch.func.grad": (
+        lambda: torch.func.grad(lambda q: attend(q).sum())(tensor()),
+        TypeError,
+        ["q", "torch.func", "backward"],
+    ),
+    "vmap of a layer": (
+        lambda: torch.vmap(seqpar.RingAttention(8, 2))(tensor(3, 1, 4, 8)),
+        TypeError,
+        ["x_local", "torch.func"],
+    ),
+    "vmap of a shard": (lambda: torch.vmap(seqpar.shard)(tensor(3, 1, 4)), TypeError, ["x", "torch.func"]),
+    "sdpa with other keys": (
+        lambda: seqpar.sdpa(tensor(1, 2, 8, 4), *[tensor(1, 2, 5, 4)] * 2, sharding=seqpar.Sharding(8)),
+        ValueError,
+        ["8 queries", "5 keys", "F.scaled_dot_product_attention", "cross-attention"],
+    ),
+    "whole_keys": (
+        lambda: seqpar.replace_sdpa(seqpar.Sharding(8), whole_keys=77),
+        TypeError,
+        ["whole_keys=77", "[77]"],
+    ),
     "mask's rows": (
         lambda: attend(mask=Mask.documents([[0, 8], [0, 3], [0, 4]])),
         ValueError,
@@ -149,7 +250,7 @@ BAD: dict[str, Bad] = {
     "dropout_seed too large": (
         lambda: attend(dropout_p=0.1, dropout_seed=2**63),
         ValueError,
-        ["dropout_seed=9223372036854775808", "[0, 2**63)"],
+        ["dropout_seed=9223372036854775808", "less than 2**63"],
     ),
     "deterministic": (
         lambda: attend(deterministic="invariant"),
@@ -228,6 +329,24 @@ def test_the_message_says_what_to_do(name: str) -> None:
     message = str(raised.value)
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message)]
     assert not missing, f"{message!r} lacks {missing}"
+
+
+def test_dtensors_are_refused() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = dist.init_device_mesh("cpu", (2,))
+        sharding = seqpar.Sharding(8, mesh=mesh)
+        x = DTensor.from_local(tensor(2, 4, 4, 16), mesh, [Shard(1)])
+        calls: dict[str, Callable[[], Any]] = {
+            "q": lambda: seqpar.ring_attention(x, x, x, sharding=sharding),
+            "x": lambda: sharding.shard(x),
+            "x_local": lambda: seqpar.RingAttention(64, 4)(x.flatten(2), sharding=sharding),
+        }
+        for name, call in calls.items():
+            with pytest.raises(TypeError, match=rf"{name}: a DTensor; .* {name}\.to_local\(\) .*{name}\.full_tensor"):
+                call()
+    finally:
+        dist.destroy_process_group()
 
 
 def bad_on(bad_rank: int, rank: int) -> dict[str, tuple[dict[str, Any], str]]:

@@ -6,12 +6,15 @@ import pickle
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask
+from seqpar.mask_rules import Rule
+from seqpar.runs import EVERYTHING, Runs
 
 from ..generators import rules_and_length
 from ..problems import BATCH_RULES, RULES
@@ -89,6 +92,101 @@ def test_the_same_mask_however_it_is_spelled() -> None:
     assert Mask.chunked(4) == Mask.chunked(4, starts=[0]) == Mask.chunked(4, starts=torch.tensor([0]))
     assert Mask.chunked(4, starts=[7, 3, 3]) == Mask.chunked(4, starts=(0, 3, 7))
     assert Mask.padding(torch.tensor([2, 5]), 9) == Mask.padding([2, 5], [9, 9])
+
+
+def test_numpy() -> None:
+    boundaries = np.array([0, 3, 7], dtype=np.uint16)
+    as_ints = Mask.documents([0, 3, 7])
+    assert Mask.documents(boundaries) == Mask.documents([*boundaries]) == as_ints
+    assert Mask.documents(np.array([[0, 3, 7], [0, 2, 7]])) == Mask.documents([[0, 3, 7], [0, 2, 7]])
+    assert Mask.documents([boundaries, [0, 7]]) == Mask.documents([[0, 3, 7], [0, 7]])
+    assert Mask.prefix_lm(np.int32(3)) == Mask.prefix_lm(3)
+    assert Mask.padding(np.array([1, 2])) == Mask.padding([1, 2])
+    for wrong in (np.array([0.0, 7.0]), [np.float64(0), 7], np.array(["0"]), np.array([True])):
+        with pytest.raises(TypeError, match="cu_seqlens"):
+            Mask.documents(wrong)
+
+
+SPELLED = [
+    "Mask.full()",
+    "Mask.causal()",
+    "Mask.causal() & Mask.sliding_window(1023)",
+    "Mask.sliding_window(-1, 3)",
+    "Mask.causal([(2, 5)], window=3)",
+    "Mask.causal([[(2, 5)], []])",
+    "Mask.causal([])",
+    "Mask.documents([0, 3, 8], causal=False, padding=True)",
+    "Mask.documents([[0, 3], [0, 8]])",
+    "Mask.prefix_lm(3)",
+    "Mask.prefix_lm([3, 4])",
+    "Mask.chunked(3)",
+    "Mask.chunked(3, causal=False, starts=[[0, 1], [0]])",
+    "Mask.padding(3)",
+    "Mask.padding([0, 2], [4, 5])",
+]
+
+
+@pytest.mark.parametrize("code", SPELLED)
+def test_repr_is_the_code(code: str) -> None:
+    assert repr(eval(code)) == code
+
+
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=rules_id)
+def test_repr_makes_the_mask(drawn: Rules) -> None:
+    mask = combined_mask(drawn)
+    assert eval(repr(mask)) == mask and "\n" not in repr(mask)
+
+
+def test_a_picture() -> None:
+    assert str(Mask.causal() & Mask.sliding_window(2)).splitlines() == [
+        "Mask.causal() & Mask.sliding_window(2)",
+        "queries down, keys across",
+        "■ · · · · · · ·",
+        "■ ■ · · · · · ·",
+        "■ ■ ■ · · · · ·",
+        "· ■ ■ ■ · · · ·",
+        "· · ■ ■ ■ · · ·",
+        "· · · ■ ■ ■ · ·",
+        "· · · · ■ ■ ■ ·",
+        "· · · · · ■ ■ ■",
+    ]
+
+
+def test_a_picture_of_many_tokens() -> None:
+    assert str(Mask.documents([[0, 16, 24, 32], [0, 32]], causal=False)).splitlines()[1:] == [
+        "queries down, keys across; 4 tokens a cell, ■ all, ▪ some; row 0 of 2",
+        *["■ ■ ■ ■ · · · ·"] * 4,
+        *["· · · · ■ ■ · ·"] * 2,
+        *["· · · · · · ■ ■"] * 2,
+    ]
+    name, _, *rows = str(Mask.documents(list(range(0, 2000, 10)))).splitlines()
+    assert (
+        name == "Mask.documents([0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120, 130, 140, 150, 160, 170, 18..."
+    )
+    assert [row.count("▪") for row in rows] == [1, 2, 2, 2, 2, 2, 2, 2]
+    assert "131,072 tokens a cell" in str(Mask.sliding_window(2**60))
+
+
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=rules_id)
+def test_a_picture_has_the_pairs(drawn: Rules) -> None:
+    """A cell is empty, full or in part, as its pairs of queries and keys are by the definition."""
+    _, legend, *rows = str(combined_mask(drawn)).splitlines()
+    side = int(legend.split("; ")[1].split()[0]) if "tokens a cell" in legend else 1
+    pairs = visible_pairs(drawn, 8 * side)[0].view(8, side, 8, side)
+    symbols = {(False, False): "·", (True, False): "▪", (True, True): "■"}
+    seen = zip(pairs.any(3).any(1).flatten().tolist(), pairs.all(3).all(1).flatten().tolist(), strict=True)
+    assert [symbols[cell] for cell in seen] == " ".join(rows).split()
+
+
+def test_a_new_rule_must_say_whether_it_is_local() -> None:
+    class Silent(Rule):
+        constructor, shown = "silent()", 8
+
+        def runs(self, row: int, seq_len: int) -> Runs:
+            return EVERYTHING
+
+    with pytest.raises(TypeError, match=r"abstract.* is_local"):
+        Silent()  # type: ignore[abstract]
 
 
 def test_a_worked_example() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import os
 import re
 import shutil
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import seqpar
+from seqpar.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
@@ -183,3 +186,18 @@ def test_every_dependency_is_used(wheel: Path) -> None:
 @pytest.mark.parametrize("name", seqpar.__all__)
 def test_public_names_are_documented(name: str) -> None:
     assert (getattr(seqpar, name).__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "context_parallel", "hybrid"])
+def test_functions_of_one_strategy_show_their_arguments(strategy: str) -> None:
+    """The signature and the docstring have ``attention``'s arguments and the options of the strategy, and no others."""
+    function = getattr(seqpar, f"{strategy}_attention")
+    expected = inspect.signature(seqpar.attention).parameters.keys() - {"strategy", "strategy_options"}
+    expected |= set(STRATEGIES[strategy].options)
+    signature, docs = inspect.signature(function), function.__doc__
+    assert signature.parameters.keys() == expected
+    assert signature.return_annotation == inspect.signature(seqpar.attention).return_annotation
+    assert set(re.findall(r"^    (\w+): ", docs.split("\nArgs:")[1].split("\nReturns:")[0], re.MULTILINE)) == expected
+    assert f'strategy="{strategy}"' in docs.splitlines()[0]
+    with pytest.raises(TypeError, match="multiple values"):
+        function(*[torch.zeros(1, 2, 1, 4)] * 3, strategy="local")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -83,8 +86,7 @@ def test_shardings_of_other_ranks_differ(pool: Pool) -> None:
     ],
 )
 def test_who_attends_is_found_once(strategy: str, options: Any, ring: int, ulysses: int) -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=5, world_size=8)
-    try:
+    with simulated(5, 8):
         sharding, spec = Sharding(64), AttentionSpec(strategy, options)
         placement = sharding.place(spec)
         assert sharding.place(spec) is placement and sharding.place(spec.having(softcap=2.0)) is placement
@@ -95,8 +97,68 @@ def test_who_attends_is_found_once(strategy: str, options: Any, ring: int, ulyss
         if ulysses == 1:  # with keys that every rank holds, nothing is sent
             everywhere = sharding.place(spec.having(strategy=REPLICATED))
             assert not everywhere.sends and everywhere.plan_arguments == (everywhere.tokens, 5, False, ring)
+
+
+@contextmanager
+def simulated(rank: int, ranks: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
+
+
+class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor, str]]):
+    """Each item is what a worker gets out of its sharding: the positions, a shard and an error of its own world's."""
+
+    def __init__(self, sharding: Any) -> None:
+        self.sharding = sharding
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
+        sharding = self.sharding
+        of_worker = sharding.positions(), sharding.shard(torch.arange(46).view(23, 2), 0)
+        assert sharding.lengths[2] == sharding.seq_local == len(of_worker[0]) and sum(sharding.lengths) == 23
+        for call in (lambda: seqpar.shard(torch.zeros(1, 23), sharding=sharding), lambda: pickle.dumps(sharding)):
+            with pytest.raises(TypeError, match=r"WorkerSharding\(seq_len=23, layout='zigzag', ranks=4, rank=2\)"):
+                call()
+        with simulated(1, 4):
+            return *of_worker, message_of(sharding.positions)
+
+
+@pytest.mark.slow
+def test_a_worker_has_the_tokens_of_the_rank_that_started_it() -> None:
+    with simulated(2, 4):
+        sharding = Sharding(23, "zigzag")
+        loader = torch.utils.data.DataLoader(
+            Tokens(sharding), num_workers=1, batch_size=None, multiprocessing_context="spawn"
+        )
+        ((positions, shard, message),) = loader
+        assert torch.equal(positions, sharding.positions())
+        assert torch.equal(shard, sharding.shard(torch.arange(46).view(23, 2), 0))
+        assert "made by rank 2 of 4 in the process that started this one" in message
+        for kept in (sharding, Tokens(sharding)):  # in a file or for another rank
+            with pytest.raises(TypeError, match=r"Sharding\(23, 'zigzag'.*make it again, from its seq_len and layout"):
+                pickle.dumps(kept)
+        assert copy.copy(sharding) is sharding
+
+
+def test_a_destroyed_world() -> None:
+    x = torch.zeros(1, 6, 2, 4)
+    with simulated(2, 4):
+        sharding = Sharding(23, "zigzag")
+    calls: list[Callable[[], Any]] = [
+        lambda: sharding.unshard(x),
+        *(partial(seqpar.attention, x, x, x, sharding=sharding, strategy=name) for name in ("ring", "hybrid", "auto")),
+        lambda: seqpar.mask_planner(sharding),
+    ]
+    for running in (nullcontext(), simulated(1, 4)):
+        with running:
+            for call in calls:
+                with pytest.raises(ValueError, match=r"group has been destroyed .*; make .* the Sharding again"):
+                    call()
 
 
 def test_one_process() -> None:

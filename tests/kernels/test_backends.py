@@ -38,15 +38,17 @@ def test_deterministic_leaves_out_other_backends(named: bool) -> None:
         used = []
         for deterministic in (False, True):
             q, k, v = torch.randn(3, 1, 8, 2, 4).requires_grad_().unbind()
-            with seqpar.trace() as t:
-                backend = "atomic" if named else "auto"
-                out = seqpar.attention(q, k, v, strategy="local", backend=backend, deterministic=deterministic)
-                out.sum().backward()
-            used.append(set(t.backends))
+            options: dict[str, Any] = {"backend": "atomic" if named else "auto", "deterministic": deterministic}
+            layer = seqpar.ParallelAttention("ring", 8, 2, **options)
+            with seqpar.trace() as of_function:
+                seqpar.attention(q, k, v, strategy="local", **options).sum().backward()
+            with seqpar.trace() as of_layer:
+                layer(q.flatten(2)).sum().backward()
+            used += [set(of_function.backends), set(of_layer.backends)]
     finally:
         BACKENDS.clear()
         BACKENDS.update(rest)
-    assert used == [{"atomic"}, {"cpu"}]
+    assert used == [{"atomic"}] * 2 + [{"cpu"}] * 2
 
 
 @pytest.fixture

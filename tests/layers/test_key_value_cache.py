@@ -21,8 +21,10 @@ from ..strategy_cases import LAYER_STRATEGIES
 
 NEW = (1, 1, 4, 1)  # new tokens of each call after the prompt
 MASKS = {"causal": Mask.causal(), "window": Mask.sliding_window(6), "padding": Mask.padding([0, 5]) & Mask.causal()}
-# seq_len of the prompt, (heads, KV heads), mask. With 5 heads over 4 tensor-parallel ranks the KV heads are uneven.
-CASES = [(23, (6, 2), "window"), (3, (5, 5), "causal"), (22, (6, 3), "padding")]
+SCORES = {"softmax_scale": 0.7, "alibi_slopes": [0.5, 0.02, 0.3, 0.0, 1.0, 0.1]}
+# seq_len of the prompt, (heads, KV heads), mask, arguments of the layer. With 5 heads over 4 tensor-parallel ranks the
+# KV heads are uneven.
+CASES = [(23, (6, 2), "window", SCORES), (3, (5, 5), "causal", {}), (22, (6, 3), "padding", {})]
 
 
 def made(heads: tuple[int, int], strategy: str = "local", **options: Any) -> Any:
@@ -48,12 +50,12 @@ def generated(layer: Any, x: Tensor, sharding: seqpar.Sharding, mask: Mask) -> t
 def compared(group: ProcessGroup, row: dict[str, Any], layout: Any, seed: int) -> None:
     torch.manual_seed(seed)
     strategy = row["strategy"]
-    for length, heads, name in CASES:
+    for length, heads, name, scores in CASES:
         x = torch.randn(2, length + sum(NEW), HIDDEN, dtype=torch.float64)
         sharding = seqpar.Sharding(length, layout, group=group, strategy="tp_sp" if strategy == "tp_sp" else None)
-        layer = made(heads, **row, group=group)
+        layer = made(heads, **row, **scores, group=group)
         y, cache = generated(layer, x, sharding, MASKS[name])
-        expected = made(heads)(x, mask=MASKS[name])
+        expected = made(heads, **scores)(x, mask=MASKS[name])
         assert_close(y, expected.detach(), torch.float64, f"{strategy}, {length} tokens, {heads}, {name}")
         (cached,) = cache._layers.values()
         total, held = x.shape[1], cached.k.shape[1]

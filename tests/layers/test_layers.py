@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
@@ -32,6 +32,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+# Of a layer with 6 heads.
+CONSTANTS = {"softmax_scale": 0.7, "alibi_slopes": [0.5, 0.02, 0.3, 0.0, 1.0, 0.1], "deterministic": True}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
 
 
@@ -100,6 +102,7 @@ CASES = {
     "dynamic": Case(rotary=True, rope=DYNAMIC),
     "dropout": Case({"dropout_p": 0.3, "num_kv_heads": 2}),
     "dropout, seq_len": Case({"dropout_p": 0.3}, seq_len_given=True),
+    "alibi": Case({"num_heads": 6, "num_kv_heads": 2, **CONSTANTS}, mask=Mask.sliding_window(20)),
     "short": Case({"qk_norm": True}, rotary=True, seq_len=5),
     "float32": Case({"num_kv_heads": 2, "sinks": True}, rotary=True, dtype=torch.float32),
 }
@@ -162,10 +165,11 @@ def test_every_strategy_is_the_local_layer(pool: Pool, name: str, strategy: str,
         assert_close(actual, expected.double(), case.dtype, key)
 
 
-def layer_by_definition(case: Case) -> Tensor:
-    """The layer's output in float64, with rotations as products of complex numbers."""
+def layer_by_definition(case: Case) -> dict[str, Tensor]:
+    """The layer's output and the gradient of its input in float64, with rotations as products of complex numbers."""
     w = {name: p.double() for name, p in case.state().items()}
     tensors = case.tensors()
+    x = tensors["x"].double().requires_grad_()
     heads = case.layer.get("num_heads", 4)
     head_dim = case.layer.get("head_dim", HIDDEN // heads)
 
@@ -186,19 +190,22 @@ def layer_by_definition(case: Case) -> Tensor:
         z = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.full_like(angle, scale), angle)
         return torch.cat([z.real, z.imag], -1)
 
-    q, k, v = (linear(tensors["x"].double(), f"{n}_proj").unflatten(-1, (-1, head_dim)) for n in ("q", "k", "v"))
+    q, k, v = (linear(x, f"{n}_proj").unflatten(-1, (-1, head_dim)) for n in ("q", "k", "v"))
     q, k = rotate(norm(q, "q_norm")), rotate(norm(k, "k_norm"))
+    constants = {name: case.layer[name] for name in ("softcap", "softmax_scale") if name in case.layer}
+    slopes = torch.tensor(case.layer["alibi_slopes"]) if "alibi_slopes" in case.layer else None
     visible = case.mask.dense(case.seq_len)
-    out, _ = dense_attention(q, k, v, visible, softcap=case.layer.get("softcap", 0.0), sinks=w.get("sinks"))
-    return linear(out.flatten(2), "o_proj")
+    out, _ = dense_attention(q, k, v, visible, sinks=w.get("sinks"), alibi_slopes=slopes, **constants)
+    y = linear(out.flatten(2), "o_proj")
+    return {"y": y.detach(), "dx": torch.autograd.grad(y, x, tensors["dy"].double())[0]}
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "dropout" not in name])
 def test_the_local_layer_is_its_definition(name: str) -> None:
-    actual, expected = local_layer(name)["y"], layer_by_definition(CASES[name])
     # The layer's frequencies are float32: angles of tens of radians differ in the sixth digit.
     bound = 3e-5 if CASES[name].rotary or CASES[name].dtype == torch.float32 else 1e-12
-    assert (actual - expected).abs().max() <= bound * expected.abs().max()
+    for key, expected in layer_by_definition(CASES[name]).items():
+        assert (local_layer(name)[key] - expected).abs().max() <= bound * expected.abs().max(), key
 
 
 def test_no_dropout_in_evaluation() -> None:
@@ -224,6 +231,14 @@ def test_no_dropout_in_evaluation() -> None:
         ({"backend": "cuda"}, ValueError, "backend='cuda'"),
         ({"dropout_p": 1.0}, ValueError, r"dropout_p=1.0: expected a probability in \[0, 1\)"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0: expected a positive cap"),
+        ({"softmax_scale": "0.5"}, TypeError, "softmax_scale='0.5': expected a number"),
+        ({"deterministic": 1}, TypeError, "deterministic=1: expected True or False"),
+        ({"alibi_slopes": torch.zeros(3)}, ValueError, "alibi_slopes: 3 slopes; expected one for each of 4 query"),
+        ({"alibi_slopes": torch.zeros(2, 4)}, ValueError, r"alibi_slopes: shape \(2, 4\), .*\[num_heads\]"),
+        ({"alibi_slopes": nn.Parameter(torch.zeros(4))}, ValueError, "alibi_slopes: .*requires_grad=True.* detached"),
+        ({"alibi_slopes": torch.zeros(4, device="meta")}, ValueError, "alibi_slopes: .*meta; .* holds data"),
+        ({"alibi_slopes": [0.5, float("nan"), 0, 0]}, ValueError, "alibi_slopes=nan: expected a finite number"),
+        ({"alibi_slopes": 0.5}, TypeError, r"alibi_slopes=0.5: expected .*\[num_heads\]"),
         ({"rope": seqpar.RotaryEmbedding(8)}, ValueError, "rope: .*head_dim=8.* 6"),
         ({"qk_norm": "no"}, TypeError, "qk_norm='no': expected True or False, got str"),
         ({"sinks": torch.zeros(4)}, TypeError, "sinks=tensor.*expected True or False, got Tensor"),
@@ -407,6 +422,8 @@ def different_options(group: ProcessGroup, port: int, one: dict[str, Any], other
 OPTIONS_THAT_DIFFER = [
     ({"strategy": "ulysses"}, {}),
     ({"softcap": 2.0}, {}),
+    ({"softmax_scale": 0.5}, {}),
+    ({"alibi_slopes": [0.0] * 4}, {}),
     ({"dropout_p": 0.1}, {}),
     ({"strategy": "hybrid", "ulysses_size": 4}, {"strategy": "hybrid"}),
     ({"strategy": "context_parallel", "comm": "p2p"}, {"strategy": "context_parallel"}),

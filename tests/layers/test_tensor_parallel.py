@@ -28,14 +28,15 @@ from ..reference import assert_close
 
 @dataclass(frozen=True)
 class Case:
-    """An attention layer with (heads, kv_heads)."""
+    """An attention layer with (heads, kv_heads). With ``alibi`` each head has its own slope."""
 
     heads: tuple[int, int]
     layout: str = "zigzag"
     overlap: str = "ring"
+    alibi: bool = False
 
     def __str__(self) -> str:
-        return f"heads={self.heads[0]}/{self.heads[1]} {self.layout} overlap={self.overlap}"
+        return f"heads={self.heads[0]}/{self.heads[1]} {self.layout} overlap={self.overlap}" + " alibi" * self.alibi
 
 
 # Heads that tp divides, grouped heads, fewer kv_heads than ranks, heads that tp does not divide, fewer than ranks.
@@ -51,6 +52,9 @@ CASES = [
     Case((6, 2), "striped", "ring"),
     Case((3, 1), "zigzag", "ring"),
     Case((3, 1), "zigzag", "none"),
+    Case((8, 4), "zigzag", "ring", alibi=True),
+    Case((6, 2), "striped", "ring", alibi=True),
+    Case((3, 3), "contiguous", "ring", alibi=True),
 ]
 assert {case.layout for case in CASES} == set(LAYOUTS)
 OVERLAPPED = [case for case in CASES if case.overlap == "ring"]
@@ -73,9 +77,12 @@ def check_state(parallel: nn.Module, local: nn.Module) -> None:
 
 def compare_with_local(case: Case, seq_len: int, **where: Any) -> None:
     """Output, gradients and state dict of a tensor-parallel layer against the local layer with the same weights."""
-    local = attention_layer(case.heads)
+    constants: dict[str, Any] = {}
+    if case.alibi:
+        constants = {"softmax_scale": 0.7, "alibi_slopes": torch.rand(case.heads[0]), "deterministic": True}
+    local = attention_layer(case.heads, **constants)
     randomize(local)
-    parallel = attention_layer(case.heads, "tp_sp", layout=case.layout, overlap=case.overlap, **where)
+    parallel = attention_layer(case.heads, "tp_sp", layout=case.layout, overlap=case.overlap, **constants, **where)
     parallel.load_state_dict(local.state_dict())
     x, dy = torch.randn(2, 2, seq_len, HIDDEN, dtype=torch.float64).unbind()  # [b, s, hidden]
     mask = MASK & Mask.documents([0, seq_len // 3, seq_len - 1], padding=True)

@@ -136,8 +136,12 @@ def test_the_rule(
 def test_local_masks() -> None:
     """The kinds of rules count. New documents in every step must not compile code again."""
     window, documents = Mask.sliding_window(4), Mask.documents([0, 8])
-    assert all(mask.is_local for mask in (window, documents, Mask.chunked(4), window & Mask.causal()))
-    assert not any(mask.is_local for mask in (Mask.causal(), Mask.full(), Mask.prefix_lm(3), Mask.padding(0, 4)))
+    blocks, ahead = Mask.causal([(3, 5)]), Mask.sliding_window(-1, 3)
+    windows = window, Mask.chunked(4), window & Mask.causal(), Mask.causal([(3, 5)], window=2), window & documents
+    assert all(mask.is_local and mask.has_window for mask in windows)
+    assert documents.is_local and not documents.has_window
+    for mask in (Mask.causal(), Mask.full(), Mask.prefix_lm(3), Mask.padding(0, 4), blocks, ahead):
+        assert not mask.is_local and not mask.has_window, repr(mask)
 
 
 TOKENS = 8192  # of each rank

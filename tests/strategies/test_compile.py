@@ -49,7 +49,8 @@ class Block(torch.nn.Module):
         if strategy == "tp_sp":
             self.mlp = seqpar.MegatronMLP(HIDDEN, 30, bias=True, group=group, dtype=torch.float64)
         self.norm = torch.nn.RMSNorm(HIDDEN, eps=1e-6, dtype=torch.float64)
-        self.attention = attention_layer((6, 2), group=group, **LAYER_STRATEGIES[strategy])
+        constants: dict[str, Any] = {"softmax_scale": 0.7, "alibi_slopes": [0.5, 0.02, 0.3, 0.0, 1.0, 0.1]}
+        self.attention = attention_layer((6, 2), group=group, **constants, **LAYER_STRATEGIES[strategy])
         randomize(self)
 
     def forward(self, x: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
@@ -283,6 +284,24 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
             results.append([value.detach(), q.grad, k.grad, v.grad, sinks.grad])
         for expected, actual in zip(*results, strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_slopes_of_other_numbers_of_heads(dynamic: bool | None, rows: int) -> None:
+    """One function is called with modules that have other numbers of heads, as the layers of one model may have."""
+    torch._dynamo.reset()
+    sharding = Sharding(12)
+
+    def attend(module: torch.nn.Module, q: Tensor) -> Tensor:
+        return seqpar.ring_attention(q, q, q, alibi_slopes=module.get_buffer("slopes"), sharding=sharding)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for heads in (4, 8, 6):
+        module = torch.nn.Module()
+        module.register_buffer("slopes", torch.rand(heads) if rows == 1 else torch.rand(rows, heads))
+        q = torch.randn(rows, 12, heads, 8)
+        torch.testing.assert_close(compiled(module, q), attend(module, q), rtol=0, atol=0)
 
 
 # A hybrid is a ring and Ulysses.

@@ -28,10 +28,11 @@ from ...comm.communicator import existing_communicators
 from ...layers.gradients import is_flattened
 from ...rendezvous import group_timeout
 from ...verification import unchanged
+from ..attention import scale_of
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
 from ..per_rank import on_this_rank
-from ..state import Patch
+from ..state import Patch, Settings
 from ..support import attention_layers, parameters_of, text_model
 from ..trial import replaced_interface
 
@@ -232,6 +233,12 @@ def one_device(
         # Where the layers' ``is_causal`` differs from the model's mask, SDPA and eager attention differ too.
         implementation = "sdpa" if patch.causality_conflicts and patch.implementation == "sdpa" else "eager"
         stack.enter_context(on_this_rank(patch, implementation))
+        if patch.settings.alibi_slopes is not None and implementation == "sdpa":
+            raise ValueError(
+                "alibi_slopes: one device would attend with SDPA, to which a layer says whether it is causal; "
+                "verify the model without slopes"
+            )
+        stack.enter_context(replaced_interface(lambda name, function: partial(_attend_alone, patch.settings, function)))
         stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
         for module in patch.loss_functions:
             if (ours := restore_loss_function(module)) is not None:
@@ -243,6 +250,21 @@ def one_device(
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)
             stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, implementation)
         yield
+
+
+def _attend_alone(
+    settings: Settings, function: Attend, module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+    attention_mask: Tensor | None, *args: Any, **kwargs: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """transformers' eager attention ``function`` with the softmax scale and the slopes of ``parallelize``."""
+    if hasattr(module, "_seqpar"):  # not a layer of a tower
+        kwargs["scaling"] = scale_of(settings, kwargs.get("scaling"), type(module).__name__)
+        if settings.alibi_slopes is not None:
+            slopes = torch.tensor(settings.alibi_slopes, dtype=q.dtype, device=q.device)[:, None, None]
+            at = torch.arange(q.shape[2], device=q.device)
+            bias = -slopes * (at[:, None] - at).abs()  # [h, s, s]
+            attention_mask = bias[None] if attention_mask is None else attention_mask + bias
+    return function(module, q, k, v, attention_mask, *args, **kwargs)
 
 
 def _mask_of_documents(
