@@ -28,6 +28,7 @@ from .mesh import (
     known_per_host,
     rank_in,
     sequence_group,
+    shown,
     size_of,
 )
 from .placement import ANY_RANKS, ParallelContext, Placement
@@ -63,8 +64,8 @@ class Sharding(Opaque):
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: a negative ``seq_len``, an unknown layout or strategy, a mesh without the dimensions, or both a mesh
-            and a group.
+        ValueError: a negative ``seq_len``, an unknown layout or strategy, a mesh without the dimensions or whose ranks
+            do not increase along them, or both a mesh and a group.
 
     Examples:
         >>> sharding = Sharding(8, "zigzag")  # in one process
@@ -221,8 +222,8 @@ class Sharding(Opaque):
         ranks, members = _global_ranks(self.sequence_group), _global_ranks(group)
         if not {*members} <= {*ranks}:
             raise ValueError(
-                f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but the layer's are "
-                f"{_short(members)}; make both with the same mesh or group, and the Sharding with strategy='tp_sp'"
+                f"sharding: the sequence is sharded over the ranks {shown(ranks)}, but the layer's are "
+                f"{shown(members)}; make both with the same mesh or group, and the Sharding with strategy='tp_sp'"
             )
         return tuple(self.lengths[ranks.index(rank)] for rank in members)
 
@@ -240,8 +241,8 @@ class Sharding(Opaque):
         ranks, others = _global_ranks(self.sequence_group), _global_ranks(group)
         if ranks != others:
             raise ValueError(
-                f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but this call is for the ranks "
-                f"{_short(others)}; make both with the same mesh or group (and the Sharding with strategy='tp_sp' for "
+                f"sharding: the sequence is sharded over the ranks {shown(ranks)}, but this call is for the ranks "
+                f"{shown(others)}; make both with the same mesh or group (and the Sharding with strategy='tp_sp' for "
                 "tp_sp, for nothing else)"
             )
 
@@ -293,7 +294,7 @@ class Sharding(Opaque):
         return self  # process groups cannot be copied, and nothing changes a sharding
 
     def __repr__(self) -> str:
-        lengths = _short(self.lengths)
+        lengths = shown(self.lengths)
         strategy = f", strategy={self.strategy!r}" if self.strategy is not None else ""
         return f"Sharding({self.seq_len}, {self.layout!r}{strategy}, lengths={lengths})"
 
@@ -344,7 +345,7 @@ def check_sharding(
         given, ranks = _global_ranks(group), _global_ranks(sharding.sequence_group)
         if given != ranks:
             raise ValueError(
-                f"group: its ranks are {_short(given)}, but the sharding's are {_short(ranks)}; leave group out"
+                f"group: its ranks are {shown(given)}, but the sharding's are {shown(ranks)}; leave group out"
             )
 
 
@@ -364,11 +365,6 @@ def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     if group is None:
         return (dist.get_rank() if dist.is_initialized() else 0,)
     return tuple(dist.get_process_group_ranks(group))
-
-
-def _short(ranks: tuple[int, ...]) -> str:
-    shown = [str(rank) for rank in ranks[:8]] + (["..."] if len(ranks) > 8 else [])
-    return f"[{', '.join(shown)}]"
 
 
 def check_dim(name: str, x: Tensor, dim: int) -> int:

@@ -46,6 +46,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
 from ..memory import Memory
+from ..mesh import set_timeouts
 from ..wrappers import EXPLICIT
 from .patch import Arguments, apply
 from .state import Batches, Patch, Settings, patch_of
@@ -182,15 +183,16 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             config.dp_replicate_size = world // cp_size
         sizes = config.dp_replicate_size, config.dp_shard_size, cp_size
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+        set_timeouts(mesh)
         config._group = mesh["cp"].get_group()
         if batches == "per_rank":
             # accelerate would give the same batch to all ranks of a mesh dimension "cp", so that the mesh has none.
             config.dp_shard_size *= cp_size
             dp = config.dp_replicate_size, config.dp_shard_size
             mesh = init_device_mesh(accelerator.device.type, dp, mesh_dim_names=("dp_replicate", "dp_shard"))
-            mesh["dp_shard"]._flatten("dp_shard_cp")
+            set_timeouts(mesh, mesh["dp_shard"]._flatten("dp_shard_cp"))
         else:
-            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+            set_timeouts(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
         config.device_mesh = mesh
         return config
 
