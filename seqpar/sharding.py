@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import check_bool, check_choice, check_int, no_compile
+from .comm.waiting import operation
 from .compile_types import Opaque, register_reference_type
 from .layout import (
     LAYOUTS,
@@ -200,7 +201,8 @@ class Sharding(Opaque):
         if self.sequence_group is None:
             return x_local
         note_frozen(x_local, self.sequence_group)
-        out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
+        with operation("unshard"):
+            out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
         return out
 
     def _check_full(self, x: Tensor, dim: int) -> int:

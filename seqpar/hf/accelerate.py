@@ -45,6 +45,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
+from ..comm.waiting import waiting
 from ..memory import Memory
 from ..mesh import set_timeouts
 from ..wrappers import EXPLICIT
@@ -348,8 +349,11 @@ def _shuffle_alike(loader: DataLoader[Any]) -> None:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, RandomSampler) or sampler.generator is not None or not dist.is_initialized():
         return
-    seeds = [torch.initial_seed() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(seeds, torch.initial_seed())
+    world = dist.group.WORLD
+    assert world is not None
+    seeds = [torch.initial_seed() for _ in range(world.size())]
+    with waiting("the seeds of samplers", world):
+        dist.all_gather_object(seeds, torch.initial_seed())
     if len(set(seeds)) > 1:
         sampler.generator = torch.Generator().manual_seed(seeds[0])
 
