@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 from .checks import check_head_vector, check_inputs, no_compile
 from .comm.collectives import all_gather_single
 from .comm.trace import count_sent
+from .comm.waiting import run
 from .functional import attention
 from .heads import Heads
 from .kernels import select
@@ -361,7 +362,7 @@ def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup | None) -> C
         return acc, lse
     packed = torch.cat([acc.flatten(), lse.flatten()])
     gathered = packed.new_empty(ranks, len(packed))
-    all_gather_single(gathered.view(-1), packed, group=group)
+    run(all_gather_single, gathered.view(-1), packed, group=group)
     count_sent(packed.nbytes * (ranks - 1), group, messages=ranks - 1)
     parts = [(x[: acc.numel()].view(acc.shape), x[acc.numel() :].view(lse.shape)) for x in gathered]
     merged_acc, merged_lse = parts[0]

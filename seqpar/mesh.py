@@ -25,7 +25,7 @@ DIMENSIONS = ("dp", "ring", "ulysses", "tp")
 # The dimensions of a mesh of the caller's own over which a loss and its gradients are averaged.
 _AVERAGED = (*DIMENSIONS, "dp_replicate", "dp_shard")
 # By mesh and names of dimensions: the group. Slicing a mesh takes a tenth of a millisecond, which calls avoid.
-_mesh_groups: MutableMapping[DeviceMesh, dict[tuple[str, ...], ProcessGroup]] = WeakIdKeyDictionary()
+_mesh_groups: MutableMapping[DeviceMesh, dict[tuple[tuple[str, ...], bool], ProcessGroup]] = WeakIdKeyDictionary()
 
 
 def init_mesh(
@@ -97,9 +97,18 @@ def init_mesh(
     _agree_on_mesh((device_type, *shape))
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
     # Flattening makes process groups, which is collective. So it is done here, not in the first call that needs one.
+    set_timeouts(mesh)
     for names in (("ring", "ulysses"), ("ring", "ulysses", "tp"), ("dp", "ring", "ulysses")):
         dimension_group(mesh, names)
     return mesh
+
+
+def set_timeouts(*meshes: DeviceMesh) -> None:
+    """Give the groups of new meshes the timeout of the default group. torch gives them its own, of 10 or 30 minutes."""
+    world = dist.group.WORLD
+    assert world is not None
+    for group in () if is_simulated() else {group for mesh in meshes for group in mesh.get_all_groups()}:
+        dist.distributed_c10d._set_pg_timeout(group_timeout(world), group)
 
 
 def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
@@ -239,7 +248,7 @@ def sequence_group(
     if mesh is None:
         return dist.group.WORLD if dist.is_initialized() else None
     if mesh.ndim == 1:
-        return mesh.get_group()
+        return dimension_group(mesh, ())
     names, all_names = _sequence_dimensions(mesh), mesh.mesh_dim_names or ()
     one_rank = all(mesh.size(all_names.index(name)) == 1 for name in names)
     if "tp" in all_names and (strategy == "tp_sp" or one_rank):
@@ -274,23 +283,51 @@ def all_ranks_group(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Proc
         return sequence_group(mesh, group)
     check_mesh_and_group(mesh, group)
     names = averaged_dimensions(mesh)
-    return dist.group.WORLD if mesh.size() == dist.get_world_size() else dimension_group(mesh, names)
+    return dist.group.WORLD if mesh.size() == dist.get_world_size() else dimension_group(mesh, names, False)
 
 
-def dimension_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
+def dimension_group(mesh: DeviceMesh, names: tuple[str, ...], ordered: bool = True) -> ProcessGroup:
     """The group of one of the mesh's dimensions, or of several together. Cached by the mesh's identity.
 
     Making the group of several is collective. ``init_mesh`` makes those that are needed.
+
+    Args:
+        mesh: the mesh.
+        names: the dimensions, slowest to fastest; none for a mesh of one dimension.
+        ordered: whether the order of the ranks matters.
+
+    Raises:
+        ValueError: the mesh has ranks in another order than their group, which torch sorts, and the order matters.
     """
     groups = _mesh_groups.setdefault(mesh, {})
-    if names not in groups:
-        large = tuple(n for n in names if mesh.size((mesh.mesh_dim_names or ()).index(n)) > 1) or names[-1:]
-        if large != names:
-            groups[names] = dimension_group(mesh, large)
-        else:
-            part = mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-            groups[names] = part.get_group()
-    return groups[names]
+    if (found := groups.get((names, ordered))) is not None:
+        return found
+    all_names = mesh.mesh_dim_names or ()
+    large = tuple(n for n in names if mesh.size(all_names.index(n)) > 1) or names[-1:]
+    if large != names:
+        group = dimension_group(mesh, large, ordered)
+    else:
+        dims = [all_names.index(name) for name in names] or [0]
+        last = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))  # [..., ranks of a group]
+        for ranks in last.view(-1, last.shape[-1]).tolist() if ordered else ():
+            if ranks != sorted(ranks):
+                raise ValueError(
+                    f"mesh: its ranks along {' x '.join(names) or 'its dimension'} are {shown(ranks)}; expected "
+                    "increasing numbers, in which order torch sorts the ranks of a group; make the mesh with "
+                    "seqpar.init_mesh"
+                )
+        part = mesh[tuple(sorted(names, key=all_names.index))] if names else mesh
+        if len(names) > 1:
+            part = part._flatten("_".join(names))
+            set_timeouts(part)
+        group = part.get_group()
+    groups[names, ordered] = group
+    return group
+
+
+def shown(ranks: Sequence[int]) -> str:
+    """The first ranks, for error messages."""
+    return f"[{', '.join(map(str, ranks[:8]))}{', ...' if len(ranks) > 8 else ''}]"
 
 
 def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = None) -> ProcessGroup | None:
@@ -311,12 +348,6 @@ def _sequence_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
         raise ValueError(
             f"mesh: its dimensions are {mesh.mesh_dim_names}; expected one named 'ring' or 'ulysses', or a mesh of one "
             "dimension; make it with seqpar.init_mesh"
-        )
-    large = [name for i, name in enumerate(mesh.mesh_dim_names or ()) if name in names and mesh.size(i) > 1]
-    if large == ["ulysses", "ring"]:
-        raise ValueError(
-            f"mesh: its dimensions are {mesh.mesh_dim_names}; expected 'ring' before 'ulysses', so that the ranks of "
-            "an all-to-all are consecutive; make it with seqpar.init_mesh"
         )
     return names
 

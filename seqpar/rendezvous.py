@@ -1,8 +1,16 @@
-"""Waits for other ranks through the store of torch.distributed, with a timeout and an error that names missing ranks.
+"""Waits for other ranks through the store of torch.distributed, and errors of waits that name the missing ranks.
 
 The store is the key-value service with which torch.distributed started. It works before the ranks have a process group,
 and after a message between them has failed. A round trip takes longer than a message, so it is used only when groups
-are made and after failures.
+are made, in long waits and after failures.
+
+[Note: missing ranks] If one rank ends, the ranks that exchange messages with it fail, and end in turn. The ranks that
+wait for these fail next. Each rank must name the first one. So each rank has an entry in the store:
+
+* A rank that has waited for a second writes what it waits in. It removes the entry as soon as it goes on.
+* A rank whose wait has failed writes it too. It then reads the entries of the ranks that it waits for. Those without an
+  entry after a grace period are missing: they have ended, or do something else. It adds them to its entry.
+* A rank that reads an entry with missing ranks names the same ranks, because they are the reason.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,6 +30,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 # Ranks that fail together report within this time of one another.
 _GRACE_S = 2.0
+# A rank that has waited for this long writes an entry.
+LONG_WAIT = timedelta(seconds=1)
+# How long a rank whose peer has closed their connection waits for the entry that the peer wrote before.
+_CLOSED_GRACE_S = 0.2
+_ENTRY = "seqpar/waits/{}"  # the key of a rank's entry, which is null when it goes on
+_Entry = tuple[str, list[int]]  # the operation, and the ranks that this rank has found missing
 # How often a rank looks whether rank 0 has begun another round, at first and at most. Later waits are longer, so that a
 # thousand ranks do not keep the store busy.
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.5
@@ -61,11 +75,27 @@ def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: ti
     index, size = ranks.index(dist.get_rank()), len(ranks)
     if size == 1 or is_simulated():
         return [value] * size
-    store, key = _get_default_store(), _key(purpose, ranks)
-    entries = _join(store, key, value, index, timeout) if index else _gather(store, key, value, size, timeout)
-    if missing := [i for i, entry in enumerate(entries) if entry is None]:
-        raise RuntimeError(missing_message(missing, purpose, timeout))
+    store, key, began = _get_default_store(), _key(purpose, ranks), time.monotonic()
+    try:
+        entries = (_join if index else _gather)(store, key, value, index or size, purpose, timeout)
+        if missing := [ranks[i] for i, entry in enumerate(entries) if entry is None]:
+            own_entry.write(purpose, missing)
+    except RuntimeError as error:  # DistNetworkError
+        raise RuntimeError(missing_message(None, purpose, time.monotonic() - began)) from error
+    if missing:
+        raise RuntimeError(missing_message(missing, purpose, time.monotonic() - began))
+    own_entry.remove()
     return [entry for entry in entries if entry is not None]
+
+
+def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> None:
+    """Wait for the keys. RuntimeError (DistStoreError): they were not set in time."""
+    first = min(seconds, LONG_WAIT.total_seconds())
+    try:
+        store.wait(keys, timedelta(seconds=first))
+    except RuntimeError:
+        own_entry.write(purpose)
+        store.wait(keys, timedelta(seconds=max(seconds - first, _POLL_S)))
 
 
 # After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
@@ -73,7 +103,7 @@ def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: ti
 # write their entries under this key. A rank takes part in a round only if rank 0's list has its entry.
 
 
-def _gather(store: dist.Store, key: str, value: str, size: int, timeout: timedelta) -> list[str | None]:
+def _gather(store: dist.Store, key: str, value: str, size: int, purpose: str, timeout: timedelta) -> list[str | None]:
     """On rank 0: the value of each rank, None for a rank that did not arrive in time."""
     before = store.get(key).decode() if store.check([key]) else ""
     current = f"{key}/{uuid.uuid4().hex}"
@@ -82,7 +112,7 @@ def _gather(store: dist.Store, key: str, value: str, size: int, timeout: timedel
         store.set(f"{before}/all", "[]")  # ranks that wait in the last round join this one
     keys = [f"{current}/{i}" for i in range(1, size)]
     with suppress(RuntimeError):  # DistStoreError
-        store.wait(keys, timeout)
+        _wait(store, keys, purpose, timeout.total_seconds())
     written = keys if store.check(keys) else [k for k in keys if store.check([k])]
     values = dict(zip(written, map(json.loads, store.multi_get(written)), strict=True)) if written else {}
     entries: list[Any] = [["", value], *map(values.get, keys)]
@@ -90,21 +120,21 @@ def _gather(store: dist.Store, key: str, value: str, size: int, timeout: timedel
     return [entry and entry[1] for entry in entries]
 
 
-def _join(store: dist.Store, key: str, value: str, index: int, timeout: timedelta) -> list[str | None]:
+def _join(store: dist.Store, key: str, value: str, index: int, purpose: str, timeout: timedelta) -> list[str | None]:
     """On the other ranks: the list that ``_gather`` returns. ``[None]`` if rank 0 did not arrive in time."""
     # Wait longer than rank 0, so that all ranks report rank 0's list of missing ranks.
     end = time.monotonic() + timeout.total_seconds() + _GRACE_S
     mine, before, poll = [uuid.uuid4().hex, value], "", _POLL_S
     with suppress(RuntimeError):  # DistStoreError
         while (seconds := end - time.monotonic()) > 0:
-            store.wait([key], timedelta(seconds=seconds))
+            _wait(store, [key], purpose, seconds)
             current = store.get(key).decode()
             if current == before:  # an earlier round: rank 0 has not arrived yet
                 time.sleep(poll)
                 poll = min(2 * poll, _LONGEST_POLL_S)
                 continue
             store.set(f"{current}/{index}", json.dumps(mine))
-            store.wait([f"{current}/all"], timedelta(seconds=max(end - time.monotonic(), _POLL_S)))
+            _wait(store, [f"{current}/all"], purpose, end - time.monotonic())
             entries = json.loads(store.get(f"{current}/all"))
             if len(entries) > index and entries[index] == mine:
                 return [entry and entry[1] for entry in entries]
@@ -112,45 +142,102 @@ def _join(store: dist.Store, key: str, value: str, index: int, timeout: timedelt
     return [None]
 
 
-class ArrivalLog:
-    """Finds the ranks that did not start an operation, if the operation takes too long or fails.
+class OwnEntry:
+    """This rank's entry in the store.
 
-    Args:
-        purpose: a name for the type of operation.
-        ranks: the global ranks that take part.
-        number: the number of the operation among the operations with this ``purpose``, the same on every rank.
+    Attributes:
+        written: whether there may be one. At first, a process that has ended may have left it.
     """
 
-    def __init__(self, purpose: str, ranks: Sequence[int], number: int) -> None:
-        self._keys = [f"{_key(purpose, ranks)}/{number}/{index}" for index in range(len(ranks))]
-        self._index = ranks.index(dist.get_rank())
+    def __init__(self) -> None:
+        self.written = True
 
-    def report(self) -> None:
-        """Report that this rank has started the operation. A rank calls this when its wait is longer than usual."""
+    def write(self, operation: str, missing: Sequence[int] = ()) -> None:
+        """Write that this rank waits in ``operation``, and the ranks for which it has waited in vain."""
         if not is_simulated():
-            _get_default_store().set(self._keys[self._index], "waits")
+            self.written = True
+            _get_default_store().set(_ENTRY.format(dist.get_rank()), json.dumps([operation, [*missing]]))
 
-    def missing(self) -> list[int]:
-        """The ranks that have not started the operation. A rank calls this after the operation has failed."""
-        if is_simulated():
-            return []
-        self.report()
-        store, end = _get_default_store(), time.monotonic() + _GRACE_S
-        while missing := [i for i, key in enumerate(self._keys) if not store.check([key])]:
-            if time.monotonic() > end:
-                break
-            time.sleep(0.05)
-        return missing
+    def remove(self) -> None:
+        """Remove the entry, because this rank goes on. Call it if it is ``written``."""
+        self.written = False
+        if dist.is_initialized() and not is_simulated():
+            with suppress(RuntimeError):
+                _get_default_store().set(_ENTRY.format(dist.get_rank()), "null")
 
 
-def missing_message(missing: Sequence[int], purpose: str, timeout: timedelta) -> str:
-    """The message of the error that the waiting ranks raise."""
-    seconds = f"within {timeout.total_seconds():.0f} s"
+own_entry = OwnEntry()
+
+
+def failed_wait(operation: str, ranks: Sequence[int], seconds: float, closed: bool = False) -> str:
+    """The message of the error of a wait that has failed.
+
+    Args:
+        operation: what this rank waited in.
+        ranks: the global ranks for which it waited.
+        seconds: how long it waited.
+        closed: whether one of ``ranks`` is known to have closed the connection.
+    """
+    try:
+        own_entry.write(operation)
+        entries, missing = _find_missing([rank for rank in ranks if rank != dist.get_rank()], closed)
+        own_entry.write(operation, missing)
+    except RuntimeError:  # DistNetworkError
+        return missing_message(None, operation, seconds)
+    if dist.get_rank() == 0:
+        time.sleep(_GRACE_S)  # rank 0 may host the store, which the other ranks still read
+    elsewhere = {rank: what for rank, (what, _) in entries.items() if what != operation}
+    return missing_message(missing, operation, seconds, elsewhere)
+
+
+def _find_missing(ranks: Sequence[int], closed: bool) -> tuple[dict[int, _Entry], list[int]]:
+    """The entries of ``ranks``, and the ranks that are missing (see the note above)."""
+    store, began = _get_default_store(), time.monotonic()
+    while True:
+        waited, entries = time.monotonic() - began, _entries(store, ranks)
+        absent = [rank for rank in ranks if rank not in entries]
+        named = {rank for _, missing in entries.values() for rank in missing} - {dist.get_rank()}
+        if named or waited > _GRACE_S or (closed and absent and waited > _CLOSED_GRACE_S):
+            return entries, sorted(named or absent)
+        time.sleep(0.05 + len(ranks) / 1000)  # a thousand ranks must not keep the store busy
+
+
+def _entries(store: dist.Store, ranks: Sequence[int]) -> dict[int, _Entry]:
+    """The entries of those of ``ranks`` that have one."""
+    keys = [_ENTRY.format(rank) for rank in ranks]
+    if not ranks or store.check(keys):  # to get a key that has never been set would block
+        values = map(json.loads, store.multi_get(keys) if keys else ())
+        return {rank: entry for rank, entry in zip(ranks, values, strict=True) if entry is not None}
+    half = len(ranks) // 2
+    return {**_entries(store, ranks[:half]), **_entries(store, ranks[half:])} if half else {}
+
+
+def missing_message(
+    missing: Sequence[int] | None, operation: str, seconds: float, elsewhere: Mapping[int, str] | None = None
+) -> str:
+    """The message of the error that the waiting ranks raise.
+
+    Args:
+        missing: the global ranks that are missing; None if the store cannot be asked.
+        operation: what this rank waited in.
+        seconds: how long it waited.
+        elsewhere: the ranks that wait in another operation, and in which one.
+    """
+    after = f"after {seconds:.1f} s"
+    if missing is None:
+        return (
+            f"{operation}: failed {after}. Which ranks are missing is not known, because the store of "
+            "torch.distributed does not answer: the process that hosts it has ended, which is rank 0 unless torchrun "
+            f"hosts it; {ADVICE}"
+        )
     if missing:
-        return f"{purpose}: rank(s) {list(missing)} of the group did not arrive {seconds}; {ADVICE}"
+        return f"{operation}: rank(s) {[*missing]} of the job did not arrive, or have ended, {after}; {ADVICE}"
+    if elsewhere:
+        where = ", ".join(f"rank {rank} in {what}" for rank, what in elsewhere.items())
+        return f"{operation}: other ranks wait elsewhere ({where}), {after}; make the same calls on all ranks"
     return (
-        f"{purpose}: all ranks of the group arrived, but it did not end {seconds}; one of them called another "
-        f"collective of this group before it that the others did not call; {ADVICE}"
+        f"{operation}: all ranks arrived, but it did not end, {after}; one of them called another collective of this "
+        f"group before it that the others did not call; {ADVICE}"
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from .checks import check_bool, check_choice, check_dense, check_int, no_compile
+from .comm.waiting import operation
 from .compile_types import Opaque, register_reference_type
 from .layout import (
     LAYOUTS,
@@ -32,6 +33,7 @@ from .mesh import (
     known_per_host,
     rank_in,
     sequence_group,
+    shown,
     size_of,
 )
 from .placement import ANY_RANKS, ParallelContext, Placement
@@ -69,8 +71,8 @@ class Sharding(Opaque):
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: a negative ``seq_len``, an unknown layout or strategy, a mesh without the dimensions, or both a mesh
-            and a group.
+        ValueError: a negative ``seq_len``, an unknown layout or strategy, a mesh without the dimensions or whose ranks
+            do not increase along them, or both a mesh and a group.
 
     Examples:
         >>> sharding = Sharding(8, "zigzag")  # in one process
@@ -211,7 +213,8 @@ class Sharding(Opaque):
         if self.sequence_group is None:
             return x_local
         global_ranks(self.sequence_group)  # raises if the group has been destroyed
-        out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
+        with operation("unshard"):
+            out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
         return out
 
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
@@ -223,8 +226,8 @@ class Sharding(Opaque):
         ranks, members = _global_ranks(self.sequence_group), _global_ranks(group)
         if not {*members} <= {*ranks}:
             raise ValueError(
-                f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but the layer's are "
-                f"{_short(members)}; make both with the same mesh or group, and the Sharding with strategy='tp_sp'"
+                f"sharding: the sequence is sharded over the ranks {shown(ranks)}, but the layer's are "
+                f"{shown(members)}; make both with the same mesh or group, and the Sharding with strategy='tp_sp'"
             )
         return tuple(self.lengths[ranks.index(rank)] for rank in members)
 
@@ -242,8 +245,8 @@ class Sharding(Opaque):
         ranks, others = _global_ranks(self.sequence_group), _global_ranks(group)
         if ranks != others:
             raise ValueError(
-                f"sharding: the sequence is sharded over the ranks {_short(ranks)}, but this call is for the ranks "
-                f"{_short(others)}; make both with the same mesh or group (and the Sharding with strategy='tp_sp' for "
+                f"sharding: the sequence is sharded over the ranks {shown(ranks)}, but this call is for the ranks "
+                f"{shown(others)}; make both with the same mesh or group (and the Sharding with strategy='tp_sp' for "
                 "tp_sp, for nothing else)"
             )
 
@@ -301,7 +304,7 @@ class Sharding(Opaque):
         return _in_worker(self, self.seq_len, self.layout, self.ranks, rank_in(self.sequence_group))
 
     def __repr__(self) -> str:
-        lengths = _short(self.lengths)
+        lengths = shown(self.lengths)
         strategy = f", strategy={self.strategy!r}" if self.strategy is not None else ""
         return f"Sharding({self.seq_len}, {self.layout!r}{strategy}, lengths={lengths})"
 
@@ -417,7 +420,7 @@ def check_sharding(
         given, ranks = _global_ranks(group), _global_ranks(sharding.sequence_group)
         if given != ranks:
             raise ValueError(
-                f"group: its ranks are {_short(given)}, but the sharding's are {_short(ranks)}; leave group out"
+                f"group: its ranks are {shown(given)}, but the sharding's are {shown(ranks)}; leave group out"
             )
 
 
@@ -437,11 +440,6 @@ def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     if group is None:
         return (dist.get_rank() if dist.is_initialized() else 0,)
     return global_ranks(group)
-
-
-def _short(ranks: tuple[int, ...]) -> str:
-    shown = [str(rank) for rank in ranks[:8]] + (["..."] if len(ranks) > 8 else [])
-    return f"[{', '.join(shown)}]"
 
 
 def _check_full(x: Tensor, dim: int, seq_len: int) -> int:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .checks import check_number
 from .comm.trace import trace
+from .comm.waiting import run, waiting
 from .layers import AttentionLayer
 from .mesh import check_mesh_and_group, size_of
 from .same_rows import OtherRowsError
@@ -338,7 +339,7 @@ def _numbers(actual: Tensor, expected: Tensor, group: ProcessGroup | None) -> Te
     """The ``products`` of the gradients, and of the sum of ``actual`` over the ranks: ``[8]``."""
     total = actual.clone()
     if group is not None:
-        dist.all_reduce(total, group=group)
+        run(dist.all_reduce, total, group=group)
     return torch.cat([products(actual, expected), products(total, expected)])
 
 
@@ -396,7 +397,8 @@ def _gather(value: Any, group: ProcessGroup | None) -> list[Any]:
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    with waiting("verify", group):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..mesh import Ranks
-from .p2p import Link, Pending, connect, sends_messages
+from .p2p import Link, connect, sends_messages
+from .shared_memory import share_messages
 from .trace import count_sent
+from .waiting import Pending, run, start
 
 # torch 2.13 renamed two of the collectives; 2.11 has only the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -43,7 +45,7 @@ def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup 
     payload = padded.view(-1).view(torch.uint8)
     gathered = payload.new_empty(group.size() * payload.numel())
     if payload.numel():
-        all_gather_single(gathered, payload, group=group)
+        run(all_gather_single, gathered, payload, group=group)
         count_sent(payload.numel() * (group.size() - 1), group, messages=group.size() - 1)
     shards = gathered.view(x.dtype).view(group.size(), longest, *rows.shape[1:])
     full = torch.cat([shard[:length] for shard, length in zip(shards, lengths, strict=True)])
@@ -69,7 +71,7 @@ def reduce_scatter(chunks: Sequence[Tensor], group: ProcessGroup) -> Tensor:
         slot[:, : chunk.shape[1]] = chunk
     total = torch.empty_like(padded[0])
     if padded.numel():
-        reduce_scatter_single(total.view(-1), padded.view(-1), group=group)
+        run(reduce_scatter_single, total.view(-1), padded.view(-1), group=group)
         count_sent(total.nbytes * (group.size() - 1), group, messages=group.size() - 1)
     return total[:, : like.shape[1]].contiguous()
 
@@ -100,13 +102,13 @@ def start_all_gather(x: Tensor, ranks: Ranks | Link) -> tuple[Tensor, Pending]:
         return gathered, Pending()
     if (memory := link.memory) is not None:
         x, peers = memory.share(x), _peers(ranks)
-        works = memory.exchange([(peer, x) for peer in peers], [(peer, gathered[peer]) for peer in peers], "copy")
+        sends, receives = [(peer, x) for peer in peers], [(peer, gathered[peer]) for peer in peers]
+        pending = share_messages(ranks, memory, sends, receives, "copy", [x, gathered])
         gathered[ranks.rank()].copy_(x)
-        return gathered, Pending(works, [x, gathered])
+        return gathered, pending
     # As bytes, which every backend accepts.
     sent, received = (y.view(-1).view(torch.uint8) for y in (x, gathered))
-    work = all_gather_single(received, sent, group=link.group, async_op=True)
-    return gathered, Pending([work], [x, gathered])
+    return gathered, start(all_gather_single, received, sent, buffers=[x, gathered], ranks=ranks, group=link.group)
 
 
 def start_reduce_scatter(x: Tensor, ranks: Ranks | Link) -> tuple[Tensor, Pending]:
@@ -119,11 +121,12 @@ def start_reduce_scatter(x: Tensor, ranks: Ranks | Link) -> tuple[Tensor, Pendin
         return total, Pending()
     if (memory := link.memory) is not None:
         peers = _peers(ranks)
-        works = memory.exchange([(peer, x[peer]) for peer in peers], [(peer, total) for peer in peers], "add")
+        sends, receives = [(peer, x[peer]) for peer in peers], [(peer, total) for peer in peers]
+        pending = share_messages(ranks, memory, sends, receives, "add", [x, total])
         total.copy_(x[ranks.rank()])
-        return total, Pending(works, [x, total])
-    work = reduce_scatter_single(total.view(-1), x.view(-1), group=link.group, async_op=True)
-    return total, Pending([work], [x, total])
+        return total, pending
+    sums = total.view(-1)
+    return total, start(reduce_scatter_single, sums, x.view(-1), buffers=[x, total], ranks=ranks, group=link.group)
 
 
 def start_all_to_all(
@@ -150,12 +153,9 @@ def start_all_to_all(
             count_sent(parts[peer].nbytes, ranks, peer)
     if (memory := link.memory) is not None and sends_messages():
         received = [parts[rank] if peer == rank else x.new_empty(receives[peer]) for peer in range(size)]
-        works = memory.exchange(
-            [(peer, parts[peer]) for peer in peers if sends[peer]],
-            [(peer, received[peer]) for peer in peers if receives[peer]],
-            "alias",
-        )
-        return received, Pending(works, [x, *received])
+        to_peers = [(peer, parts[peer]) for peer in peers if sends[peer]]
+        from_peers = [(peer, received[peer]) for peer in peers if receives[peer]]
+        return received, share_messages(ranks, memory, to_peers, from_peers, "alias", [x, *received])
     buffer = x.new_empty(sum(receives))
     received = list(buffer.split_with_sizes(list(receives)))
     if not sends_messages():
@@ -163,8 +163,8 @@ def start_all_to_all(
     # As bytes, which every backend accepts.
     into, sent = buffer.view(torch.uint8), x.view(-1).view(torch.uint8)
     into_sizes, sent_sizes = ([elements * x.element_size() for elements in counts] for counts in (receives, sends))
-    work = all_to_all_single(into, sent, into_sizes, sent_sizes, group=link.group, async_op=True)
-    return received, Pending([work], [x, buffer])
+    where: dict[str, Any] = {"buffers": [x, buffer], "ranks": ranks, "group": link.group}
+    return received, start(all_to_all_single, into, sent, into_sizes, sent_sizes, **where)
 
 
 def _peers(ranks: Ranks) -> list[int]:
@@ -177,7 +177,7 @@ def all_reduce(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpTyp
     Its bytes are counted as if it were a ring all-reduce, whatever algorithm the backend chooses.
     """
     if group is not None and group.size() > 1:
-        dist.all_reduce(x, op=op, group=group)
+        run(dist.all_reduce, x, op=op, group=group)
         peers = group.size() - 1
         count_sent(2 * x.nbytes * peers // group.size(), group, messages=2 * peers)
     return x

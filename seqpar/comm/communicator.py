@@ -38,6 +38,7 @@ from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
 from ..rendezvous import group_timeout, store_all_gather
 from ..schedule.rounds import p2p_rounds
 from .nccl import Purpose, nccl_backend
+from .waiting import start_messages
 
 # NCCL ends the process when one of its operations takes longer than the timeout. The timeout of handshakes is longer by
 # this margin, so that the error that names the missing ranks is raised first.
@@ -157,11 +158,10 @@ def _connect_pairs(group: ProcessGroup, device: torch.device) -> None:
     if group.size() > _MOST_CONNECTED:
         return
     for peers in p2p_rounds(group.size(), group.rank()):
-        sent, received = (torch.zeros(len(peers), dtype=torch.uint8, device=device) for _ in range(2))
-        ops = [dist.P2POp(dist.isend, sent[i : i + 1], group=group, group_peer=p) for i, p in enumerate(peers)]
-        ops += [dist.P2POp(dist.irecv, received[i : i + 1], group=group, group_peer=p) for i, p in enumerate(peers)]
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
+        if peers:
+            sent, received = (torch.zeros(len(peers), dtype=torch.uint8, device=device).split(1) for _ in range(2))
+            sends, receives = (list(zip(peers, x, strict=True)) for x in (sent, received))
+            start_messages(sends, receives, group, group).wait()
 
 
 _communicators: PerWorld[tuple[Purpose, str, tuple[int, ...]], ProcessGroup] = PerWorld()

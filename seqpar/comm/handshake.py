@@ -20,23 +20,22 @@ import contextlib
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from ..checks import DTYPES, check_alike
 from ..mask import Mask
-from ..mesh import Ranks, global_ranks, parent_group
-from ..rendezvous import ArrivalLog, group_timeout, missing_message
+from ..mesh import Ranks, parent_group
+from ..rendezvous import LONG_WAIT, group_timeout, own_entry
 from .collectives import all_gather_single
 from .communicator import communicator
+from .waiting import waiting
 
 Header = TypeVar("Header", bound=tuple[Any, ...])  # a NamedTuple of int, bool, Fingerprint and torch.dtype
 
@@ -44,10 +43,6 @@ _WIDTH = 16  # int64 words sent by each rank: a status, the header's type, its f
 _OK, _FAILED = 0, 1
 # All-gathers that a failing rank started and did not wait for. They are kept because their buffers are still in use.
 _unwaited: deque[object] = deque(maxlen=64)
-# By communicator: its number of handshakes so far, the same on all its ranks.
-_counts: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
-# A rank that has waited this long reports to the store that it has arrived (see ``rendezvous.ArrivalLog``).
-_LONG_WAIT = timedelta(seconds=5)
 # A rank that has raised an error waits at most this long for the others to connect, if they are not connected yet.
 _PATIENCE = timedelta(seconds=10)
 # The interval at which the host polls whether the GPU has received the headers.
@@ -131,13 +126,10 @@ class _AllGather(Protocol):
     def headers(self) -> list[list[int]]:
         """The words of each rank, after it is done."""
 
-    log: ArrivalLog
-
 
 class _HostAllGather:
     def __init__(self, words: Tensor, ranks: Ranks, patience: timedelta | None) -> None:
         group = communicator(ranks, words.device, patience=patience)
-        self.log = _arrival_log(group, ranks)
         self._words = words
         self._gathered = torch.empty(group.size(), _WIDTH, dtype=torch.int64, device="cpu")  # [ranks, words]
         self._work = all_gather_single(self._gathered.view(-1), words, group=group, async_op=True)
@@ -161,7 +153,6 @@ class _DeviceAllGather:
 
     def __init__(self, words: Tensor, ranks: Ranks, device: torch.device, patience: timedelta | None) -> None:
         group = communicator(ranks, device, "handshake", patience)
-        self.log = _arrival_log(group, ranks)
         with torch.cuda.stream(_side_stream(device)):
             # Copies from and to pinned memory do not block the host. The tensors must live until the copies are done.
             self._words = _pinned(_WIDTH).copy_(words)
@@ -198,25 +189,13 @@ def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None
 def _wait(pending: _AllGather, ranks: Ranks) -> list[list[int]]:
     """The words of each rank. After the group's timeout, an error that names the ranks that did not arrive."""
     limit = group_timeout(parent_group(ranks))
-    first = min(_LONG_WAIT, limit / 2)
-    cause: RuntimeError | None = None
-    try:
-        if pending.wait(first):
-            return pending.headers()
-        pending.log.report()
-        if pending.wait(limit - first):
-            return pending.headers()
-    except RuntimeError as error:
-        cause = error
-    missing = pending.log.missing()
-    if missing or cause is None:
-        raise RuntimeError(missing_message(missing, "handshake", limit)) from cause
-    raise cause
-
-
-def _arrival_log(group: ProcessGroup, ranks: Ranks) -> ArrivalLog:
-    _counts[group] = _counts.get(group, 0) + 1
-    return ArrivalLog(f"handshake/{group.group_name}", global_ranks(ranks), _counts[group])
+    first = min(LONG_WAIT, limit / 2)
+    with waiting("handshake", ranks):
+        if not pending.wait(first):
+            own_entry.write("handshake")
+            if not pending.wait(limit - first):
+                raise RuntimeError(f"the group's timeout of {limit.total_seconds():.0f} s is over")
+    return pending.headers()
 
 
 def _control_device(ranks: Ranks) -> torch.device:

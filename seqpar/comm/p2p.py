@@ -4,63 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..mesh import Ranks
 from ..placement import Placement
-from ..rendezvous import ADVICE
 from .communicator import communicator
-from .shared_memory import SharedMemoryTransport, shared_memory
-from .streams import posting_stream
+from .shared_memory import SharedMemoryTransport, share_messages, shared_memory
 from .trace import count_sent
-
-Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
-
-
-class Started(Protocol):
-    """An operation that has been started, such as PyTorch's ``Work``."""
-
-    def wait(self) -> Any:
-        """Wait until it is done. On CUDA, the current stream waits instead of the host."""
-
-
-class Pending:
-    """Messages that have been started and not waited for. Holds their buffers until then.
-
-    Buffers on a ``TransferStream`` are held by it from then on, until their readers have been launched.
-    """
-
-    def __init__(self, works: Sequence[Started | None] = (), buffers: Sequence[Tensor] = ()) -> None:
-        self._works = works
-        self._buffers = buffers
-        self._posted_from = posting_stream()
-        # A message to this rank itself is not sent, but written on the stream that messages are posted from.
-        self._written = self._posted_from.position() if self._posted_from and buffers and not works else None
-
-    @staticmethod
-    def all(parts: Sequence[Pending], buffers: Sequence[Tensor]) -> Pending:
-        """The messages of all ``parts`` together, in ``buffers``."""
-        return Pending([work for part in parts for work in part._works], buffers)
-
-    def wait(self) -> None:
-        """Wait until all messages are sent and received. On CUDA, the current stream waits instead of the host."""
-        try:
-            for work in self._works:
-                if work is not None:
-                    work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"messages of attention did not arrive; {ADVICE}") from error
-        if self._written is not None:
-            torch.cuda.current_stream(self._buffers[0].device).wait_event(self._written)
-        if self._posted_from is not None:
-            self._posted_from.hold(self._buffers)
-        self._works, self._buffers = (), ()
-
+from .waiting import Message, Pending, start_messages
 
 _sends_messages = True
 
@@ -169,8 +124,5 @@ def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks
     if not _sends_messages:
         return Pending()
     if link.memory is not None:
-        return Pending(link.memory.exchange(sends, receives, "alias"), buffers)
-    group = link.group
-    ops = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in sends]
-    ops += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in receives]
-    return Pending(dist.batch_isend_irecv(ops), buffers)
+        return share_messages(link.ranks, link.memory, sends, receives, "alias", buffers)
+    return start_messages(sends, receives, link.ranks, link.group)

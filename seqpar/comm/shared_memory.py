@@ -23,6 +23,7 @@ import mmap
 import os
 import select
 import struct
+import time
 import uuid
 import weakref
 from collections import deque
@@ -39,8 +40,9 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..mesh import Ranks, global_ranks, host_name, parent_group, rank_in
-from ..rendezvous import group_timeout, is_simulated, missing_message, store_all_gather
+from ..rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
 from .communicator import PerWorld
+from .waiting import MESSAGES, Message, PeerError, Pending, failure
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _CPU = torch.device("cpu")
@@ -127,9 +129,7 @@ class SharedMemoryTransport:
         """``x``, contiguous and not empty, in shared memory: a copy, unless ``empty`` made it."""
         return x if self._block_of(x) is not None else self.empty(x.numel(), x.dtype).view(x.shape).copy_(x)
 
-    def exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], mode: ReceiveMode
-    ) -> list[Notice]:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], mode: ReceiveMode) -> list[Notice]:
         """Send messages and start to receive others: pairs of a rank and a tensor, contiguous and not empty.
 
         Returns:
@@ -151,7 +151,7 @@ class SharedMemoryTransport:
             self._wait(notice.peer, self._incoming, select.POLLIN)
             record = os.read(self._incoming[notice.peer], _NOTICE.size)
             if not record:
-                raise self._missing(notice.peer)
+                raise PeerError(notice.peer, "the rank has ended")
             expected.popleft().message = _NOTICE.unpack(record)
         self._read(notice.peer, notice.out, notice.mode, *notice.message)
 
@@ -163,21 +163,21 @@ class SharedMemoryTransport:
             except BlockingIOError:
                 self._wait(peer, self._outgoing, select.POLLOUT)
             except BrokenPipeError:
-                raise self._missing(peer) from None
+                raise PeerError(peer, "the rank has ended") from None
 
     def _wait(self, peer: int, pipes: Sequence[int], event: int) -> None:
         poll = select.poll()
         poll.register(pipes[peer], event)
-        if not poll.poll(self._timeout.total_seconds() * 1000):
-            raise self._missing(peer)
-
-    def _missing(self, peer: int) -> RuntimeError:
-        return RuntimeError(f"{missing_message([self.ranks[peer]], 'messages', self._timeout)}; or the rank has ended")
+        first, limit = min(LONG_WAIT, self._timeout).total_seconds(), self._timeout.total_seconds()
+        if not poll.poll(first * 1000):
+            own_entry.write(MESSAGES)
+            if not poll.poll((limit - first) * 1000):
+                raise PeerError(peer, f"timed out after {limit:.0f} s")
 
     def _read(self, peer: int, out: Tensor, mode: ReceiveMode, block: int, start: int, nbytes: int) -> None:
         """Read a message that has arrived: ``nbytes`` from ``start`` in a block of the file of ``peer``."""
         if nbytes != out.nbytes:
-            raise RuntimeError(
+            raise ValueError(
                 f"rank {self.ranks[peer]} has sent {nbytes:,} bytes, but this rank expects {out.nbytes:,}; make "
                 "the same calls on all ranks"
             )
@@ -243,6 +243,25 @@ class SharedMemoryTransport:
                 self._words[peer][word] += 1
             else:
                 self._aliases.append((storage, peer, word))
+
+
+def share_messages(
+    ranks: Ranks,
+    memory: SharedMemoryTransport,
+    sends: Sequence[Message],
+    receives: Sequence[Message],
+    mode: ReceiveMode,
+    buffers: Sequence[Tensor],
+) -> Pending:
+    """Start ``memory.exchange``. ``buffers`` are what the messages hold until they have arrived."""
+    if own_entry.written:
+        own_entry.remove()
+    began = time.monotonic()
+    try:
+        works = memory.exchange(sends, receives, mode)
+    except PeerError as error:
+        raise failure(MESSAGES, ranks, error, began) from error
+    return Pending(works, buffers, ranks, [peer for peer, _ in receives])
 
 
 # By global ranks, and whether SEQPAR_SHARED_MEMORY is on.

@@ -45,7 +45,9 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
+from ..comm.waiting import waiting
 from ..memory import Memory
+from ..mesh import set_timeouts
 from .patch import Arguments, apply
 from .state import Batches, Patch, Settings, patch_of
 from .support import ignores_num_items
@@ -182,15 +184,16 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             config.dp_replicate_size = world // cp_size
         sizes = config.dp_replicate_size, config.dp_shard_size, cp_size
         mesh = init_device_mesh(accelerator.device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+        set_timeouts(mesh)
         config._group = mesh["cp"].get_group()
         if batches == "per_rank":
             # accelerate would give the same batch to all ranks of a mesh dimension "cp", so that the mesh has none.
             config.dp_shard_size *= cp_size
             dp = config.dp_replicate_size, config.dp_shard_size
             mesh = init_device_mesh(accelerator.device.type, dp, mesh_dim_names=("dp_replicate", "dp_shard"))
-            mesh["dp_shard"]._flatten("dp_shard_cp")
+            set_timeouts(mesh, mesh["dp_shard"]._flatten("dp_shard_cp"))
         else:
-            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+            set_timeouts(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
         config.device_mesh = mesh
         return config
 
@@ -359,8 +362,11 @@ def _shuffle_alike(loader: DataLoader[Any]) -> None:
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, RandomSampler) or sampler.generator is not None or not dist.is_initialized():
         return
-    seeds = [torch.initial_seed() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(seeds, torch.initial_seed())
+    world = dist.group.WORLD
+    assert world is not None
+    seeds = [torch.initial_seed() for _ in range(world.size())]
+    with waiting("the seeds of samplers", world):
+        dist.all_gather_object(seeds, torch.initial_seed())
     if len(set(seeds)) > 1:
         sampler.generator = torch.Generator().manual_seed(seeds[0])
 

@@ -18,6 +18,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
+from ..comm.waiting import waiting
 from ..layout import LAYOUTS, Layout, shard_positions
 from ..mask import Mask
 from ..mask_rules import document_boundaries
@@ -323,7 +324,8 @@ def _scatter(spec: BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str
         device = spec.tensors["position_ids"].device.type
         parts = [(device, moved(spec.shard(rank, seed), "cpu")) for rank in range(group.size())]
     received: list[Any] = [None]
-    dist.scatter_object_list(received, parts, group=group, group_src=0)
+    with waiting("shard_batch", group):
+        dist.scatter_object_list(received, parts, group=group, group_src=0)
     device, part = received[0]
     return moved(part, device)
 

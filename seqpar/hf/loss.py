@@ -20,6 +20,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..checks import no_compile
 from ..comm.collectives import all_gather, sum_shards
+from ..comm.waiting import run
 from ..layers.loss import AllReduceSum
 from ..layout import shard_positions
 from ..mesh import size_of
@@ -259,7 +260,7 @@ class _AllGatherTokens(torch.autograd.Function):
             source = holders[0]
             shape = len(x), len(places[source]), *x.shape[2:]
             full = x.clone(memory_format=torch.contiguous_format) if rank == source else x.new_empty(shape)
-            dist.broadcast(full, group=group, group_src=source)
+            run(dist.broadcast, full, group=group, group_src=source)
             return full
         gathered = all_gather(x, [len(p) for p in places], 1, group)  # [batch, seq, ...], by rank
         return gathered.index_select(1, torch.cat(places).argsort().to(x.device))

@@ -79,6 +79,8 @@ class Grads(NamedTuple):
         dv: ``[b, k, n, e]``.
         new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
         new_dkv: whether ``dk`` and ``dv`` are uninitialised.
+        own_memory: whether the three tensors are no views, and have none, so that a backend may give them other memory
+            (``Tensor.set_``) instead of writing to theirs.
     """
 
     dq: Tensor
@@ -86,6 +88,7 @@ class Grads(NamedTuple):
     dv: Tensor
     new_dq: bool = False
     new_dkv: bool = False
+    own_memory: bool = False
 
     @property
     def new(self) -> tuple[bool, bool, bool]:

@@ -110,7 +110,8 @@ class CpuBackend:
             for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
                 grad = grad[..., : target.shape[3]]
                 if new[i] and grad.shape == target.shape:  # the first gradient, of all rows
-                    targets[i] = _take(grads[:3][i], grad.transpose(1, 2)).transpose(1, 2)
+                    take = _take if grads.own_memory else Tensor.copy_
+                    targets[i] = take(grads[:3][i], grad.transpose(1, 2)).transpose(1, 2)
                 elif new[i]:
                     target.zero_()[batch, :, rows] = grad
                 else:
@@ -140,8 +141,8 @@ def _computed(tile: Tile) -> float:
 
 
 def _take(target: Tensor, value: Tensor) -> Tensor:
-    """Give ``target`` the values of ``value``, which nothing else uses: its memory, unless ``target`` is a view."""
-    if target._base is None and target.is_contiguous() and value.is_contiguous() and target.dtype == value.dtype:
+    """Give ``target`` the values of ``value``, which nothing else uses: its memory, if it is as the target's."""
+    if target.is_contiguous() and value.is_contiguous() and target.dtype == value.dtype:
         return target.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
     return target.copy_(value)
 

@@ -94,7 +94,7 @@ class ExpandedKV:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
-        dq, dk, dv, new_dq, new_dkv = grads
+        dq, dk, dv, new_dq, new_dkv, _ = grads
         if new_dkv:
             dk.zero_()
             dv.zero_()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..checks import check_choice, check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
+from ..comm.waiting import operation, run
 from ..mesh import all_ranks_group, averaged_dimensions, dimension_group, global_ranks, sequence_group, size_of
 from ..strategies.gemm import sum_dtype
 
@@ -29,6 +30,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.co
 Named = list[tuple[str, nn.Parameter]]
 
 
+@operation("sync_gradients")
 def sync_gradients(
     module: nn.Module,
     *,
@@ -123,6 +125,7 @@ def average_in_backward(
 
 
 @torch.no_grad()
+@operation("average_in_backward")
 def _average_one(name: str, index: int, ranks: ProcessGroup, p: Tensor) -> None:
     assert p.grad is not None
     g = _local_tensor(p.grad)
@@ -172,7 +175,7 @@ def _holders(
     if mesh is not None and mesh.ndim > 1:
         names = averaged_dimensions(mesh)
         own = [n for n in names if not any(shares_ranks(one, mesh.get_group(n)) for one in sharded_over)]
-        holders = dimension_group(mesh, tuple(own)) if own else None
+        holders = dimension_group(mesh, tuple(own), False) if own else None
         if holders is None or not any(shares_ranks(one, holders) for one in sharded_over):
             return holders
     elif tensor_parallel and {*global_ranks(ranks)} <= {*global_ranks(sharded_over[-1])}:
@@ -287,7 +290,7 @@ def _on_any_rank(flags: Tensor, group: ProcessGroup) -> Tensor:
     """The maximum of the ranks' ``flags``, on the CPU. Control data: not counted as sent."""
     types = {device.type for device in group._device_types}
     flags = flags.to("cpu" if "cpu" in types else next(iter(types)))
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    run(dist.all_reduce, flags, op=dist.ReduceOp.MAX, group=group)
     return flags.cpu()
 
 
@@ -310,6 +313,7 @@ def _flatten(bucket: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
+@operation("clip_grad_norm_")
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, *, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None
 ) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..checks import DTYPES, check_choice, check_int, no_compile
 from ..comm.collectives import all_gather, all_reduce
 from ..comm.handshake import all_gather_header, check_same
+from ..comm.waiting import operation
 from ..library import operator
 from ..mesh import size_of, tensor_group
 from ..sharding import Sharding, check_sharding
@@ -143,7 +144,8 @@ def mean_over_tokens(
     local_sum = losses.masked_fill(~counts, 0.0).to(sum_dtype(losses)).sum()
     invalid = ((labels < 0) & counts).any()
     count = torch.where(invalid, torch.nan, counts.sum()).to(local_sum.dtype)  # NaN on all ranks if invalid on one
-    total, count = all_reduce(torch.stack([local_sum, count]), ranks).unbind()
+    with operation("token_loss"):
+        total, count = all_reduce(torch.stack([local_sum, count]), ranks).unbind()
     if count.device.type == "cpu" and count.isnan():  # on a GPU the loss is NaN, because the host would have to wait
         raise ValueError(
             f"labels: some are negative on some rank, and not ignore_index={ignore_index}; pass the ignore_index that "
@@ -172,7 +174,8 @@ def _labels_of_losses(losses: Tensor, labels: Tensor, sharding: Sharding) -> Ten
 @operator(fake=lambda grad, *_: torch.empty_like(grad))
 def sum_of_gradients(grad: Tensor, sharding: Sharding) -> Tensor:
     """The gradient of a loss that all ranks hold, summed over these ranks."""
-    return all_reduce(grad.clone(), sharding.all_ranks)
+    with operation("the backward of token_loss"):
+        return all_reduce(grad.clone(), sharding.all_ranks)
 
 
 class _MeanOverTokens(torch.autograd.Function):

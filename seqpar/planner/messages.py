@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..comm.p2p import Links, Pending
+from ..comm.p2p import Links
+from ..comm.waiting import Pending
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step, Transfer
 from ..strategies.head_exchange import HeadChunk, HeadExchange, Incoming

@@ -189,7 +189,9 @@ class Run:
     ) -> None:
         """Add the gradients of a step to ``dq``, ``dk`` and ``dv``, or write them where these are new."""
         at = step.q_heads
-        grads = Grads(take_heads(dq, at), dk, dv, step.new_dq, step.new_dkv)
+        # In a step of all heads, dq is no view, and of own keys neither are dk and dv.
+        own_memory = at is None and step.index == 0
+        grads = Grads(take_heads(dq, at), dk, dv, step.new_dq, step.new_dkv, own_memory)
         if not step.attends:
             grads.zero_new_()
             return

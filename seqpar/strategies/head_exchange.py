@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
-from ..comm.p2p import Link, Pending, links_of, new_message, sends_messages
+from ..comm.p2p import Link, links_of, new_message, sends_messages
+from ..comm.waiting import Pending
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import Piece, TokenLayout, split_range

@@ -13,14 +13,14 @@ from itertools import accumulate
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..cache import cached_tensors
-from ..comm.collectives import all_gather, reduce_scatter
-from ..comm.p2p import Link, Pending, connect, exchange
+from ..comm.collectives import all_gather, all_to_all_single, reduce_scatter
+from ..comm.p2p import Link, connect, exchange
 from ..comm.trace import count_sent
+from ..comm.waiting import Pending, run
 from ..layout import TokenLayout, split_range
 from ..mesh import rank_in, size_of
 from .gemm import sum_dtype
@@ -198,8 +198,9 @@ class SequenceChunks:
         own_chunk = chunks[self.rank]
         received = sends.new_empty(self.size, own_chunk.numel())
         sizes = [chunk.numel() for chunk in chunks]
-        dist.all_to_all_single(received.view(-1), sends, [own_chunk.numel()] * self.size, sizes, group=self.group)
         assert self.group is not None
+        out = [own_chunk.numel()] * self.size
+        run(all_to_all_single, received.view(-1), sends, out, sizes, group=self.group)
         for peer, size in enumerate(sizes):
             if peer != self.rank:
                 count_sent(size * sends.element_size(), self.group, peer)

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from ..comm.collectives import start_all_gather, start_reduce_scatter
-from ..comm.p2p import Link, Links, Pending, exchange, new_message
+from ..comm.p2p import Link, Links, exchange, new_message
+from ..comm.waiting import Pending
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step, Transfer
 from ..schedule.rows import GatheredRows, RowSpans

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqpar import Mask
 from seqpar.comm import p2p
-from seqpar.comm.p2p import Message, Pending
+from seqpar.comm.waiting import Message, Pending
 from seqpar.heads import Heads
 from seqpar.kernels.base import Score
 from seqpar.layout import LAYOUTS, Layout, TokenLayout

@@ -259,14 +259,14 @@ def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[
             transport = None
             dist.destroy_process_group()
             gc.collect()
-        time.sleep(4.0 if how == "sends nothing" else 1.5 if child else 0.5)
+        time.sleep(6.0 if how == "sends nothing" else 1.5 if child else 0.5)
         if child:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
         return "", 0.0
     began = time.monotonic()
     sends = [] if how == "other size" else [(1, torch.zeros(4))]  # rank 1 receives nothing
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises((RuntimeError, ValueError)) as caught:
         exchange(sends, [(1, torch.zeros(4))], dist.group.WORLD).wait()
     return f"{caught.value}: {caught.value.__cause__}", time.monotonic() - began
 
@@ -275,15 +275,14 @@ def waits_in_vain(group: ProcessGroup, port: int, name: str, how: str) -> tuple[
 @pytest.mark.parametrize(
     ("how", "said", "seconds"),
     [
-        ("ends", r"rank\(s\) \[1\].* or the rank has ended", 1.0),
-        ("ends, but not its child", r"rank\(s\) \[1\].* or the rank has ended", 4.0),
+        ("ends", r"messages of attention: rank\(s\) \[1\] .* have ended, after 0\.\d s", 4.0),
+        ("ends, but not its child", r"messages of attention: rank\(s\) \[1\] .* have ended", 6.0),
         ("other size", "rank 1 has sent 20 bytes, but this rank expects 16", 1.0),
-        ("sends nothing", r"rank\(s\) \[1\]", 4.0),
+        ("sends nothing", r"rank\(s\) \[1\] .* after 3\.\d s", 9.0),
     ],
 )
 def test_a_wait_ends(own: OwnPool, how: str, said: str, seconds: float) -> None:
     (message, took), _ = own.pool.run(2, waits_in_vain, own.port, how, how, shared_memory=True)
-    assert "messages of attention did not arrive" in message
     assert re.search(said, message), message
     assert took < seconds
 

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import kernels
-from seqpar.comm import p2p, streams
+from seqpar.comm import streams, waiting
 from seqpar.kernels.base import Grads
 from seqpar.strategies import call as calls
 from seqpar.strategies import head_exchange, operators
@@ -237,7 +237,7 @@ def test_restored_tensors_are_sent_when_they_are_there() -> None:
         assert not gradients[0].is_after(first)
 
 
-def no_wait_for_transfers(self: p2p.Pending) -> None:
+def no_wait_for_transfers(self: waiting.Pending) -> None:
     if self._posted_from is not None:
         self._posted_from.hold(self._buffers)
 
@@ -265,7 +265,7 @@ def no_position(self: streams.TransferStream) -> None:
 
 
 BROKEN: dict[str, tuple[type, str, Callable[..., Any], str]] = {
-    "kernels do not wait for transfers": (p2p.Pending, "wait", no_wait_for_transfers, "reads memory"),
+    "kernels do not wait for transfers": (waiting.Pending, "wait", no_wait_for_transfers, "reads memory"),
     "memory is used again too early": (streams.TransferStream, "release", no_wait_for_readers, "writes memory"),
     "received messages are not held": (streams.TransferStream, "hold", nothing_held, "writes memory"),
     "transfers do not wait for k and v": (streams.ReadyEvents, "event", ready_at_once, "reads memory"),

@@ -309,7 +309,7 @@ def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
 @pytest.mark.slow
 def test_a_rank_is_missing_in_a_handshake_between_gpus(own: OwnPool) -> None:
     kind, message, _ = own.pool.run(2, wait_between_gpus, own.port, deadline_s=30)[0]
-    assert kind == "RuntimeError" and "rank(s) [1] of the group did not arrive" in message, message
+    assert kind == "RuntimeError" and "handshake: rank(s) [1] of the job did not arrive" in message, message
 
 
 @on_ranks

@@ -166,13 +166,3 @@ def test_hosts_of_a_simulated_group(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ranks_by_host(mesh.get_group("dp")) == ((0,), (1,))
     finally:
         dist.destroy_process_group()
-
-
-def test_a_mesh_with_ulysses_before_ring() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    try:
-        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "ring"))
-        with pytest.raises(ValueError, match="expected 'ring' before 'ulysses'"):
-            seqpar.Sharding(8, "zigzag", mesh=mesh)
-    finally:
-        dist.destroy_process_group()

@@ -8,7 +8,8 @@ once. The workers return their shards of the results. This process concatenates 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import cycle, product
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
 from seqpar.layout import LAYOUTS
@@ -40,6 +44,22 @@ EVERY_STRATEGY_AND_WORLD = [
     for world in ((4,) if strategy == "hybrid" else WORLDS)
 ]
 V_HEAD_DIMS = (None, 4, 12, 5)  # head_dim of v; q and k have 8
+
+
+class PassThrough(TorchDispatchMode):
+    """Sees every operator below autograd, and changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+# Dispatch modes. Below autograd, where these run, views do not know the tensor that they are views of.
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "CommDebugMode": CommDebugMode,
+    "PassThrough": PassThrough,
+}
 Item = TypeVar("Item")
 Results = dict[str, Tensor]  # out, lse, dq, dk, dv and, with sinks, dsinks
 
@@ -53,6 +73,7 @@ class Case:
         mesh: sizes of dp, ring, ulysses and tp, where a mesh is to be passed instead of a group.
         seq_len_given: whether ``seq_len`` is passed, with which the ranks do not exchange their lengths.
         per_host: how many ranks share a host; 0: all.
+        mode: a row of ``MODES``, the dispatch mode under which forward and backward run; "" is none.
     """
 
     problem: Problem
@@ -63,6 +84,7 @@ class Case:
     mesh: tuple[int, int, int, int] | None = None
     seq_len_given: bool = False
     per_host: int = 0
+    mode: str = ""
 
     def __str__(self) -> str:
         words = [self.strategy, self.layout, str(self.problem)]
@@ -115,6 +137,7 @@ def attend_on_rank(group: ProcessGroup, case: Case) -> Results:
         hosts_of(case.per_host),
         mock.patch.dict(head_exchange.MIN_CHUNK_WORK, cpu=1),
         mock.patch.dict(call._MIN_CHUNK_BYTES, cpu=chunk_bytes),
+        MODES[case.mode](),
     ):
         return attend_in_chunks(group, case)
 
@@ -241,6 +264,17 @@ def test_heads(batch: Batch, strategy: str, world: int) -> None:
         )
     ]
     batch.check(world, attend_on_rank, cases, verify, shared_memory=world == IN_SHARED_MEMORY)
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared memory"])
+def test_dispatch_modes(batch: Batch, shared_memory: bool) -> None:
+    """Under a dispatch mode, such as PyTorch's counters, every strategy gives the same numbers."""
+    cases = [
+        Case(Problem(seq_len, heads=6, kv_heads=3), strategy, "zigzag", per_host=per_host, mode=mode)
+        for mode, strategy in product(filter(None, MODES), STRATEGIES)
+        for seq_len, per_host in ((48, 0), (53, 2))
+    ]
+    batch.check(4, attend_on_rank, cases, verify, shared_memory=shared_memory)
 
 
 FEATURES: tuple[dict[str, Any], ...] = (

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from ...checks import check_number
 from ...comm.handshake import all_gather_header
+from ...comm.waiting import run
 from ...layers.gradients import shard_groups, sync_gradients
 from ...mesh import global_ranks
 from ...rendezvous import store_all_gather
@@ -360,7 +361,7 @@ class _Verification:
             return False
         local = ours.get(name, torch.zeros_like(theirs[name])).float()
         total = local.to(parameter.device, copy=True)
-        dist.all_reduce(total, group=group)
+        run(dist.all_reduce, total, group=group)
         total = total.cpu()
 
         def equal(a: Tensor, e: Tensor) -> bool:
