@@ -314,7 +314,7 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         patch = forward.patch
         sums = torch.cat([counts, tokens])  # [num_experts + 1]
         if patch.group is not None and patch.ranks > 1:
-            dist.all_reduce(sums, group=patch.group)
+            run(dist.all_reduce, sums, group=patch.group)
         counts, tokens = sums[:-1], sums[-1]  # now summed over all ranks
         # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
         # rank's partial gradient, and the parts of all ranks sum to the loss.

@@ -73,9 +73,13 @@ class ShardedWeights(nn.Module):
                 f"{name}: fully_shard has sharded this weight and not gathered it; call fully_shard on the whole "
                 "tensor-parallel layer, or on a module around it, not on a projection inside"
             )
-        own = weight.to_local() if torch.compiler.is_compiling() else _ToLocal.apply(weight)
-        if weight.placements[0].is_shard():
-            own = _MeanOverLosses.apply(own, weight.device_mesh.size())
+        # A shard has the gradients of the losses of all ranks of tp, and is on one of them. A replicated weight has them
+        # on several ranks, whose mean ``sync_gradients`` computes.
+        losses = weight.device_mesh.size() if weight.placements[0].is_shard() else 1
+        if torch.compiler.is_compiling():
+            own = _MeanOverLosses.apply(weight.to_local(), losses)
+        else:
+            own = _ToLocal.apply(weight, losses)
         part = self.tensor_parallel_parts[name]
         return own if part is None else own.narrow(*part)
 
@@ -175,32 +179,30 @@ def _tensor_mesh(ranks: ParallelContext, device: torch.device) -> DeviceMesh:
 
 
 class _ToLocal(torch.autograd.Function):
-    """``DTensor.to_local`` in a third of its host time."""
+    """``DTensor.to_local`` in a third of its host time. Backward divides by the number of ``losses``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: DTensor) -> Tensor:
-        ctx.spec = weight._spec
+    def forward(ctx: Any, weight: DTensor, losses: int) -> Tensor:
+        ctx.spec, ctx.losses = weight._spec, losses
         return weight._local_tensor.view_as(weight._local_tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> DTensor:
-        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False)
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
+        grad = grad / ctx.losses if ctx.losses > 1 else grad
+        return DTensor(grad.contiguous(), ctx.spec, requires_grad=False), None
 
 
 class _MeanOverLosses(torch.autograd.Function):
-    """The identity. Backward divides by the ranks of tp, because a shard has the gradients of all their losses.
-
-    A replicated weight has them on several ranks, whose mean ``sync_gradients`` computes. A shard is on one rank.
-    """
+    """The identity. Backward divides by the number of ``losses``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, weight: Tensor, losses: int) -> Tensor:
+        ctx.losses = losses
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad / ctx.ranks, None
+        return grad / ctx.losses, None
 
 
 def _refuse_wrappers(module: nn.Module, name: str, child: nn.Module | None) -> None:
