@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
@@ -44,7 +44,7 @@ from .tables import (
 )
 
 _DEADLINE_S = 4 * 3600.0  # of the whole command
-_WIDTH = 132  # columns of the tables if stdout is not a terminal
+_WIDTH = 160  # columns of the tables if stdout is not a terminal
 _TIMEOUT = timedelta(seconds=300)  # of one collective, because another package may make a rank wait forever
 
 
@@ -235,36 +235,61 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> dict[st
     }
 
 
-def table_of(result: CaseResult, run: str) -> Table:
-    """The table of one case and of one of ``PASSES``."""
+def table_of(result: CaseResult, run: str, width: int = _WIDTH) -> Table:
+    """The table of one case and of one of ``PASSES``, without the columns that do not fit into ``width``."""
     case = result.case
     rounds = max((len(s.seconds[run]) for s in result.samples), default=0)
-    width = str(case.head_dim) if case.head_dim == case.v_head_dim else f"{case.head_dim} (v {case.v_head_dim})"
+    rows = [row for row in rows_of(result) if row["run"] == run]
+    columns = {heading: [text(row) for row in rows] for heading, text in _COLUMNS.items()}
+    for heading in _LEFT_OUT_FIRST:
+        cells = [[heading, *texts] for heading, texts in columns.items()]
+        if 1 + sum(3 + max(len(line) for cell in column for line in cell.split("\n")) for column in cells) <= width:
+            break
+        del columns[heading]
+    sizes = str(case.head_dim) if case.head_dim == case.v_head_dim else f"{case.head_dim} (v {case.v_head_dim})"
     table = number_table(
-        "", "seconds", "range", "share of\nthe ideal", "tokens/s", "TFLOP/s", "exposed\nmessages", "sent by\na rank",
-        "to other\nhosts", "peak\nmemory",
+        *columns,
         title=f"[bold]{run}[/], {case.preset}: {case.seq_len:,} tokens, {case.ranks} rank(s), {case.heads} heads "
-        f"({case.kv_heads} KV) of {width}, mask {case.mask}, {case.dtype}\nmedian of {rounds} rounds; other programs "
+        f"({case.kv_heads} KV) of {sizes}, mask {case.mask}, {case.dtype}\nmedian of {rounds} rounds; other programs "
         f"took {result.busy_share:.0%} of the cores",
         title_justify="left",
-    )  # fmt: skip
-    rows = [row for row in rows_of(result) if row["run"] == run]
-    for i, row in enumerate(rows):
-        exposed, tflops = row["exposed_s"], row["tflops"]
-        suffix = ", one process" if row["kind"] == "ideal" else f": {row['chosen']}" if row["chosen"] else ""
-        sizes = (row["bytes_sent"], row["bytes_between_hosts"], row["peak_memory"])
-        table.add_row(
-            row["what"] + suffix,
-            f"{row['median_s']:.4f}",
-            f"{row['fastest_s']:.4f} to {row['slowest_s']:.4f}",
-            f"{row['share_of_ideal']:.2f}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{tflops:.3f}" if tflops < 10 else f"{tflops:,.0f}",
-            "" if exposed is None else f"{exposed * 1e3:.1f} ms",
-            *("" if n is None else human_bytes(n) for n in sizes),
-            end_section=i + 1 < len(rows) and row["kind"] != rows[i + 1]["kind"],
-        )
+    )
+    for i, cells_of_row in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(*cells_of_row, end_section=i + 1 < len(rows) and rows[i]["kind"] != rows[i + 1]["kind"])
     return table
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    suffix = ", one process" if row["kind"] == "ideal" else f": {row['chosen']}" if row["chosen"] else ""
+    return f"{row['what']}{suffix}"
+
+
+def _size(column: str) -> Callable[[Mapping[str, Any]], str]:
+    return lambda row: "" if row[column] is None else human_bytes(row[column])
+
+
+# The columns of the printed tables by heading, and those that a narrow terminal leaves out, in this order.
+_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "": _name,
+    "seconds": lambda row: f"{row['median_s']:.4f}",
+    "range": lambda row: f"{row['fastest_s']:.4f} to {row['slowest_s']:.4f}",
+    "share of\nthe ideal": lambda row: f"{row['share_of_ideal']:.2f}",
+    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
+    "TFLOP/s": lambda row: f"{row['tflops']:.3f}" if row["tflops"] < 10 else f"{row['tflops']:,.0f}",
+    "exposed\nmessages": lambda row: "" if row["exposed_s"] is None else f"{row['exposed_s'] * 1e3:.1f} ms",
+    "sent by\na rank": _size("bytes_sent"),
+    "to other\nhosts": _size("bytes_between_hosts"),
+    "peak\nmemory": _size("peak_memory"),
+}
+_LEFT_OUT_FIRST = (
+    "to other\nhosts",
+    "TFLOP/s",
+    "range",
+    "exposed\nmessages",
+    "tokens/s",
+    "peak\nmemory",
+    "sent by\na rank",
+)
 
 
 def report(
@@ -273,13 +298,14 @@ def report(
     """Print the tables and why some runners did not run, and write the CSV, the JSON and the charts to ``folder``."""
     for result in results:
         for run in PASSES:
-            console.print(table_of(result, run))
+            console.print(table_of(result, run, console.width))
     console.print(
         "[dim]Share of the ideal: the ideal time divided by the measured time, the median over the rounds. Ideal "
         "time: the fastest attention of the full sequence on one process with all cores of its host, divided "
         "by the number of hosts (on CUDA: by the number of ranks). Exposed messages: the measured time minus the time "
         "of the same call if its messages took no time. Bytes sent, and peak memory above the inputs, count "
-        "forward and backward on the rank with the most.[/]",
+        "forward and backward on the rank with the most. Columns for which the terminal is too narrow are in "
+        "bench.csv.[/]",
         highlight=False,
     )
     cases_by_reason: dict[tuple[str, str], list[str]] = {}

@@ -147,9 +147,10 @@ def _plot(path: Path, curves: Mapping[str, Sequence[float]], title: str) -> None
         pattern = (i * dash, (dash, dash * (len(others) - 1)) if len(others) > 1 else (1, 0))
         top.plot(steps, curves[name], color=colors[i], linewidth=2.5, linestyle=pattern)
         top.plot([], [], label=name, color=colors[i], linewidth=2.5)  # a solid line for the legend
-        # A difference of 0 is drawn at the bottom of the logarithmic axis.
-        gap = [max(1e-8, abs(a - b)) for a, b in zip(curves[name], one, strict=True)]
-        bottom.semilogy(steps, gap, color=colors[i], marker=".", markersize=6, linestyle="none")
+        gap = [abs(a - b) for a, b in zip(curves[name], one, strict=True)]
+        bottom.plot(steps, gap, color=colors[i], marker=".", markersize=6, linestyle="none", clip_on=False)
+    bottom.set_yscale("symlog", linthresh=1e-8)  # logarithmic, and with a place for 0 below
+    bottom.set_ylim(bottom=0)
     top.set(ylabel="loss (nats per byte)", title=title)
     top.legend(fontsize=9, handlelength=2.5)
     bottom.set(xlabel="step", ylabel=f"difference from\n{_ONE_PROCESS}")

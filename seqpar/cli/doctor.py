@@ -387,7 +387,8 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
         for d in report["devices"]
     ]
     yield "Devices", ("", ""), devices if len(devices) > 1 else [*devices, ("CUDA", "none")]
-    yield "Communicators on GPUs (NCCL)", ("", ""), list(report["nccl"].items())
+    if len(devices) > 1:
+        yield "Communicators on GPUs (NCCL)", ("", ""), list(report["nccl"].items())
     kernels = [
         (k["name"], "[green]yes[/]" if k["available"] else f"[red]no[/]: {escape(str(k['reason']))}")
         for k in report["kernels"]

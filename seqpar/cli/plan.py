@@ -17,6 +17,7 @@ from ..planner import plan as make_plan
 from ..planner.hardware import hardware_of
 from ..planner.memory import RECOMPUTE
 from ..planner.mixes import MIXES, mask_of
+from ..planner.reasons import human_tokens
 from ..planner.setting import BETWEEN, STATE_BYTES, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
 from .tables import make_folder, pyplot_without_display, save_figure, write_csv
@@ -230,14 +231,6 @@ def shown(choices: Sequence[Choice]) -> list[Choice]:
     wanted += [x for x in choices if not x.switches.offload][:1]
     wanted += [x for x in choices if x.needs and x.fits and x.tokens_per_s > first.tokens_per_s][:1]
     return [x for x in choices if x is first or any(x is y for y in wanted)]
-
-
-def human_tokens(n: int) -> str:
-    """A number of tokens with a unit, such as "1.4M". K is 1,024 and M is 1,024²."""
-    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
-        if n >= size:
-            return f"{n / size:.1f}{unit}".replace(".0", "")
-    return str(n)
 
 
 _MAX_BARS = 10

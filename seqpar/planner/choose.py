@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from math import lcm
+from math import ceil, lcm
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .hardware import Hardware, hardware_of
 from .memory import RECOMPUTE, Memory, Switches, longest_sequence, memory
 from .model import ModelShape, model_of
 from .pairs import visible_pairs
-from .reasons import reason
+from .reasons import human_tokens, reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
 from .splits import LONGEST_RING, allowed_switches, settings, splits
 from .step import Choice
@@ -49,6 +49,7 @@ class Plan:
         fewest_ranks: if nothing fits, the smallest number of GPUs with which something would, in whole hosts; 0 if
             there is none up to 65,536. None if something fits.
         longest_seq_len: tokens of the longest sequence that fits on these GPUs with what the package has.
+        longest_with: the ranks and switches with which it fits.
     """
 
     model: ModelShape
@@ -64,6 +65,7 @@ class Plan:
     choices: tuple[Choice, ...]
     fewest_ranks: int | None = None
     longest_seq_len: int = 0
+    longest_with: str = ""
 
     @property
     def best(self) -> Choice:
@@ -82,7 +84,8 @@ class Plan:
         """If nothing fits: how many GPUs, or which length, would."""
         needs = f"needs at least {self.fewest_ranks:,} GPUs" if self.fewest_ranks else "no number of GPUs is enough"
         longest = self.longest_seq_len
-        shorter = f"sequences of {longest:,} tokens fit" if longest else "no length fits"
+        shorter = f"{longest:,} tokens ({human_tokens(longest)}) fit with {self.longest_with}"
+        shorter = shorter if longest else "no length fits"
         words = f"{self.model.name} with {self.seq_len:,} tokens {needs}; on {self.ranks:,} GPUs {shorter}"
         return f"{words} (pipeline parallelism and an optimizer on the CPU are not modelled)"
 
@@ -202,11 +205,12 @@ def plan(
     choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
     fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
     every = product(splits(base, ranks, replicas), [x for x in switches if x.recompute == switches[-1].recompute])
-    longest = max((longest_sequence(x, y) for x, y in every if not y.lacking(x)), default=0)
-    name = gpus.kernel_name(kernel)
-    return Plan(
-        shape, gpus, mask, seq_len, ranks, batch, global_batch, name, state_bytes, pairs, choices, fewest, longest
-    )
+    lengths = [(longest_sequence(x, y), x, y) for x, y in every if not y.lacking(x)]
+    longest, split, saving = max(lengths, key=lambda x: x[0], default=(0, base, switches[0]))
+    degrees = f"dp {split.replicas}, ring {split.ring}, ulysses {split.ulysses}, tp {split.tensor}"
+    of_batch = shape, gpus, mask, seq_len, ranks, batch, global_batch
+    name, how = gpus.kernel_name(kernel), f"{degrees}; {saving}" if str(saving) else degrees
+    return Plan(*of_batch, name, state_bytes, pairs, choices, fewest, longest, how)
 
 
 # The work of a step, and the switches
@@ -312,23 +316,29 @@ def _ordered(found: list[tuple[Choice, Setting]], switches: Sequence[Switches]) 
     possible = [x for x in ordered if x.possible]
     fastest = possible[0] if possible else ordered[0]
     equal = [x for x in possible if is_equal(x, fastest)]
-    first = min(equal, key=lambda x: _simplicity(x, gpus), default=ordered[0])
+    first = min(equal, key=lambda x: (*_simplicity(x, gpus).values(), -x.tokens_per_s), default=ordered[0])
     safest = min(equal, key=lambda x: x.memory_bytes, default=None)
+    preferred = ""
+    if possible and first is not fastest:
+        ours, theirs = (_simplicity(x, gpus) for x in (first, fastest))
+        why = next(words for words, value in ours.items() if value != theirs[words])
+        slower = ceil(100 * (fastest.tokens_per_s / first.tokens_per_s - 1))
+        preferred = f"first because it {why}, and at most {slower}% slower than the fastest"
     ordered.remove(first)
     choices = []
     for choice in (first, *ordered):
         labels = ["fastest"] * (possible != [] and choice is fastest) + ["safest"] * (choice is safest)
-        why = reason(choice, first, gpus, labels, any(choice is x for x in equal))
-        choices.append(replace(choice, reason=why, longest_seq_len=_longest(setting_of[id(choice)], choice, switches)))
+        why = reason(choice, first, gpus, labels, any(choice is x for x in equal), preferred)
+        may_offload = choice.switches.offload or not possible
+        longest = _longest(setting_of[id(choice)], choice, switches, may_offload)
+        choices.append(replace(choice, reason=why, longest_seq_len=longest))
     return tuple(choices)
 
 
-def _longest(setting: Setting, choice: Choice, switches: Sequence[Switches]) -> int:
+def _longest(setting: Setting, choice: Choice, switches: Sequence[Switches], may_offload: bool) -> int:
     """Tokens of the longest sequence that fits with any of the switches that the package has, or that ``choice`` needs,
-    and without offloading unless ``choice`` offloads; the last recomputation saves the most."""
-    having = [
-        x for x in switches if not set(x.lacking(setting)) - set(choice.needs) and x.offload <= choice.switches.offload
-    ]
+    and without offloading unless ``may_offload``; the last recomputation saves the most."""
+    having = [x for x in switches if not set(x.lacking(setting)) - set(choice.needs) and x.offload <= may_offload]
     return max(longest_sequence(setting, x) for x in having if x.recompute == having[-1].recompute)
 
 
@@ -344,8 +354,8 @@ def _order(choice: Choice) -> tuple[int, float, float]:
     return (1 if choice.needs else 0), -choice.tokens_per_s, choice.memory_bytes
 
 
-def _simplicity(choice: Choice, gpus: Hardware) -> tuple[Any, ...]:
-    """Sorts the choice first that is the easiest to run, of choices that are equally fast."""
+def _simplicity(choice: Choice, gpus: Hardware) -> dict[str, Any]:
+    """Sorts the choice first that is the easiest to run, of choices that are equally fast. The keys say why it is."""
     degrees = choice.degrees
     collectives = degrees["tp"] * (degrees["ring"] if choice.comm == "all_gather" else degrees["ulysses"])
     crosses_hosts = collectives > gpus.gpus_per_host or gpus.gpus_per_host % collectives > 0
@@ -353,17 +363,16 @@ def _simplicity(choice: Choice, gpus: Hardware) -> tuple[Any, ...]:
         degrees["ring"] * degrees["ulysses"] * degrees["tp"] // gpus.gpus_per_host
     )  # that one sequence is sharded over
     dimensions = sum(degrees[name] > 1 for name in ("ring", "ulysses", "tp"))
-    return (
-        choice.switches.offload,
-        choice.switches.saving,
-        not has_headroom(choice.memory, gpus),
-        choice.weights != "fsdp",
-        crosses_hosts,
-        hosts > 1 and degrees["ring"] > hosts,  # a ring over hosts has one member in each, collectives are inside
-        dimensions,
-        degrees["tp"] > 1,  # needs layers that are made for it
-        -choice.tokens_per_s,
-    )
+    return {
+        "offloads nothing": choice.switches.offload,
+        "needs no other way to save memory": choice.switches.saving,
+        "leaves a tenth of the memory free": not has_headroom(choice.memory, gpus),
+        "shards weights over all ranks": choice.weights != "fsdp",
+        "keeps all-to-alls and all-gathers inside hosts": crosses_hosts,
+        "has one rank of each ring on a host": hosts > 1 and degrees["ring"] > hosts,  # collectives are inside
+        "shards the sequence over fewer dimensions": dimensions,
+        "needs no tensor-parallel layers": degrees["tp"] > 1,
+    }
 
 
 def _fewest_ranks(base: Setting, ranks: int, switches: Sequence[Switches]) -> int:

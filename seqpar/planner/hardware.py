@@ -127,7 +127,13 @@ def hardware_of(value: str | Path | Mapping[str, Any] | Hardware) -> Hardware:
     if isinstance(value, Path) or value.endswith((".yaml", ".yml", ".json")):
         return _of_mapping({"name": Path(value).stem, **read_mapping("hardware", Path(value))})
     name = value.lower()
-    check_choice("hardware", name, HARDWARE)
+    try:
+        check_choice("hardware", name, HARDWARE)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}, or pass a YAML or JSON file with the rates of your GPUs, such as 'base: h100' and "
+            "'memory_bytes: 96e9'; seqpar plan --measure takes the rates of this machine"
+        ) from None
     return HARDWARE[name]
 
 

@@ -17,7 +17,9 @@ _MEMORY_WORDS = {
 }
 
 
-def reason(choice: Choice, best: Choice, hardware: Hardware, labels: list[str], is_equal: bool) -> str:
+def reason(
+    choice: Choice, best: Choice, hardware: Hardware, labels: list[str], is_equal: bool, preferred: str = ""
+) -> str:
     """Why ``choice`` is the best, or why it is slower than ``best``, is not possible yet, or does not fit.
 
     Args:
@@ -26,6 +28,7 @@ def reason(choice: Choice, best: Choice, hardware: Hardware, labels: list[str], 
         hardware: the GPUs and the links.
         labels: words such as "fastest".
         is_equal: whether ``choice`` is as fast as the fastest choice, within the model's error.
+        preferred: why ``best`` comes before the fastest choice; empty if it is the fastest.
     """
     if not choice.fits:
         return f"does not fit: {missing_memory(choice, hardware)}"
@@ -36,18 +39,26 @@ def reason(choice: Choice, best: Choice, hardware: Hardware, labels: list[str], 
     waits_words = f"waits {waits:.0%} of the step {_awaited(choice, hardware)}" if waits >= _HIDDEN else ""
     slower = best.tokens_per_s / choice.tokens_per_s
     if choice is best:
-        words.append(waits_words or "all transfers are hidden")
+        words += [x for x in (preferred, waits_words or "all transfers are hidden") if x]
     elif is_equal:
         words.append("equal within the model's error")
     elif slower < 1:
-        words.append(f"{1 / slower - 1:.0%} faster")
+        words.append(f"{1 / slower - 1:.0%} faster than the first row")
     else:
         more_waits = choice.exposed_s / choice.tokens_per_step - best.exposed_s / best.tokens_per_step
         more_compute = choice.compute_s / choice.tokens_per_step - best.compute_s / best.tokens_per_step
         cause = waits_words if waits_words and more_waits > more_compute else _more_compute(choice, best)
-        words.append(f"{slower - 1:.0%} slower: {cause}")
+        words.append(f"{slower - 1:.0%} slower than the first row: {cause}")
     words += [x for x in (str(choice.switches), choice.weights if choice.weights != "fsdp" else "") if x]
     return "; ".join(words)
+
+
+def human_tokens(n: int) -> str:
+    """A number of tokens with a unit, such as "1.4M". K is 1,024 and M is 1,024²."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if n >= size:
+            return f"{n / size:.1f}{unit}".replace(".0", "")
+    return str(n)
 
 
 def missing_memory(choice: Choice, hardware: Hardware) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -158,6 +160,22 @@ def test_the_table_has_the_best_ideal_first() -> None:
     assert list(table.columns[0].cells) == ["SDPA, one process", "ring zigzag", "local cpu, one process"]
     assert list(table.columns[3].cells) == ["1.00", "0.75", "0.75"]
     assert list(table.columns[6].cells) == ["", "500.0 ms", ""]
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_a_narrow_terminal_has_fewer_columns(width: int) -> None:
+    result = recorded()
+    result.samples.append(
+        replace(result.samples[2], name="ring zigzag backend=reference", seconds={FORWARD: [], BOTH: [1234.5] * 3})
+    )
+    console = Console(width=width, file=io.StringIO())
+    table = table_of(result, BOTH, width)
+    console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert "\u2026" not in "".join(lines) and max(map(len, lines)) <= width
+    headings = [str(column.header).replace("\n", " ") for column in table.columns]
+    assert headings[:3] == ["", "seconds", "share of the ideal" if width < 160 else "range"]
+    assert len(headings) == {60: 3, 80: 5, 100: 6, 160: 10}[width]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,17 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(demo, "launch", lambda *_, **__: [{**dict.fromkeys(MEASURED, 1.0), "losses": [next(_runs)]}])
     assert exit_code("demo", "--nproc=2", "--steps=1", f"--out={tmp_path}") == 1
     assert "ring, zigzag: the loss differs from one process's by more than 0.01" in capsys.readouterr().err
+
+
+def test_a_difference_of_0_is_drawn_at_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(demo, "save_figure", lambda figure, path: figures.append(figure))
+    demo._plot(tmp_path / "demo.png", {"one process": [2.0, 1.0], "ring": [2.0, 1.5]}, "title")
+    below = figures[0].axes[1]
+    assert [list(line.get_ydata()) for line in below.lines] == [[0.0, 0.5]]
+    figures[0].canvas.draw()
+    shown = {label.get_position()[1]: label.get_text() for label in below.get_yticklabels()}
+    assert below.get_ylim()[0] == 0 and shown[0.0] == "$\\mathdefault{0}$"
 
 
 MEASURED = ("tokens_per_second", "peak_memory", "attention_bytes", "gradient_bytes")

@@ -116,10 +116,14 @@ def test_communicators_on_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
     monkeypatch.setattr(nccl, "nccl_version", lambda: (2, 25, 1))
     monkeypatch.setattr(doctor, "nccl_version", nccl.nccl_version)
+    monkeypatch.setattr(doctor, "_devices", lambda: [{"name": name, "what": ""} for name in ("CPU", "cuda:0")])
     assert exit_code("doctor", "--no-measure", "--no-check") == 0
     shown = capsys.readouterr().out
     for words in ("2.25.1", "init_mesh sets it to 1", "10 minutes", "at most 8", "NCCL_DEBUG", "older than 2.26"):
         assert words in shown
+    monkeypatch.setattr(doctor, "_devices", lambda: [{"name": "CPU", "what": ""}])
+    assert exit_code("doctor", "--no-measure", "--no-check") == 0
+    assert "CTAs" not in capsys.readouterr().out
 
 
 def test_a_failed_self_check_is_an_exit_code(

@@ -17,7 +17,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.cli.launch import CommandError
 from seqpar.cli.plan import plan as plan_command
-from seqpar.cli.plan import read_batch, read_tokens, shown
+from seqpar.cli.plan import read_batch, read_tokens, shown, table
 from seqpar.planner.choose import is_equal
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix, mask_of
@@ -60,6 +60,25 @@ def test_equal_choices_are_ordered_by_what_is_easy_to_run() -> None:
         assert not best.needs and best.memory_bytes < 0.9 * H100.memory_bytes
         assert all(x.needs or is_equal(best, x) for x in faster)
         assert all("needs what the package lacks" in x.reason for x in plan.choices if x.needs and x.fits)
+
+
+def test_the_first_row_says_why_it_is_first() -> None:
+    for tokens, gpus, offload, why in (
+        (1 << 17, 8, None, "offloads nothing, and at most 2% slower than the fastest"),
+        (1 << 17, 8, False, "needs no tensor-parallel layers, and at most 2% slower than the fastest"),
+        (1 << 15, 64, None, "shards weights over all ranks, and at most 3% slower than the fastest"),
+    ):
+        choices = seqpar.plan("llama3-8b", tokens, gpus, offload=offload).choices
+        assert choices[0].reason.startswith(f"first because it {why}")
+        assert not any("first because" in choice.reason for choice in choices[1:])
+    assert any("slower than the first row: " in choice.reason for choice in choices)
+
+
+def test_the_longest_sequence_is_the_same_in_rows_and_error() -> None:
+    plan = seqpar.plan("llama3-8b", 100 << 20, 64)
+    assert max(x.longest_seq_len for x in plan.choices) == plan.longest_seq_len == 32 << 20
+    assert "33,554,432 tokens (32M) fit with dp 1, ring 64, ulysses 1, tp 1; recompute all, offload" in plan.shortage
+    assert plan.shortage.count("32M") == 1 and table(plan, "causal", 1)[4].split()[-1] == "32M"
 
 
 def test_offloading_is_recommended_where_nothing_else_fits() -> None:
@@ -185,7 +204,7 @@ def test_documents_need_less_than_one_sequence() -> None:
         ({"model": CONFIGS["deepseek-v3"][0]}, "256 experts in a layer, .* at most 128"),
         ({"model": "llama3-9b"}, "did you mean 'llama3-8b'"),
         ({"model": {"hidden_size": 8, "num_attention_heads": 2}}, "no num_hidden_layers"),
-        ({"hardware": "h1000"}, "did you mean 'h100'"),
+        ({"hardware": "h1000"}, "did you mean 'h100'.*, or pass a YAML or JSON file with the rates of your GPUs"),
         ({"hardware": {"network": 1e9}}, "name a base"),
         ({"hardware": {"base": "h100", "netwrok": 1e9}}, "did you mean 'network'"),
         ({"hardware": {"base": "h100", "network": "fast"}}, "expected a number"),
