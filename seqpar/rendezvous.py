@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -178,14 +179,24 @@ def failed_wait(operation: str, ranks: Sequence[int], seconds: float, closed: bo
         seconds: how long it waited.
         closed: whether one of ``ranks`` is known to have closed the connection.
     """
-    try:
-        own_entry.write(operation)
-        entries, missing = _find_missing([rank for rank in ranks if rank != dist.get_rank()], closed)
-        own_entry.write(operation, missing)
-    except RuntimeError:  # DistNetworkError
+    found: list[tuple[dict[int, _Entry], list[int]]] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # DistNetworkError
+            own_entry.write(operation)
+            entries, missing = _find_missing([rank for rank in ranks if rank != dist.get_rank()], closed)
+            own_entry.write(operation, missing)
+            found.append((entries, missing))
+
+    # In a thread, because a store whose host has stopped never answers.
+    thread = Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(3 * _GRACE_S)
+    if not found:
         return missing_message(None, operation, seconds)
     if dist.get_rank() == 0:
         time.sleep(_GRACE_S)  # rank 0 may host the store, which the other ranks still read
+    entries, missing = found[0]
     elsewhere = {rank: what for rank, (what, _) in entries.items() if what != operation}
     return missing_message(missing, operation, seconds, elsewhere)
 
@@ -197,7 +208,9 @@ def _find_missing(ranks: Sequence[int], closed: bool) -> tuple[dict[int, _Entry]
         waited, entries = time.monotonic() - began, _entries(store, ranks)
         absent = [rank for rank in ranks if rank not in entries]
         named = {rank for _, missing in entries.values() for rank in missing} - {dist.get_rank()}
-        if named or waited > _GRACE_S or (closed and absent and waited > _CLOSED_GRACE_S):
+        # Ranks that have an entry may still look for the ranks that they miss.
+        grace = 2 * _GRACE_S if not absent else _CLOSED_GRACE_S if closed else _GRACE_S
+        if named or waited > grace:
             return entries, sorted(named or absent)
         time.sleep(0.05 + len(ranks) / 1000)  # a thousand ranks must not keep the store busy
 
@@ -227,8 +240,8 @@ def missing_message(
     if missing is None:
         return (
             f"{operation}: failed {after}. Which ranks are missing is not known, because the store of "
-            "torch.distributed does not answer: the process that hosts it has ended, which is rank 0 unless torchrun "
-            f"hosts it; {ADVICE}"
+            "torch.distributed does not answer: the process that hosts it has ended or hangs, which is rank 0 unless "
+            f"torchrun hosts it; {ADVICE}"
         )
     if missing:
         return f"{operation}: rank(s) {[*missing]} of the job did not arrive, or have ended, {after}; {ADVICE}"

@@ -73,8 +73,8 @@ class ShardedWeights(nn.Module):
                 f"{name}: fully_shard has sharded this weight and not gathered it; call fully_shard on the whole "
                 "tensor-parallel layer, or on a module around it, not on a projection inside"
             )
-        # A shard has the gradients of the losses of all ranks of tp. A replicated weight has them on several ranks, whose
-        # mean ``sync_gradients`` computes.
+        # A shard has the gradients of the losses of all ranks of tp. A replicated weight has them on several ranks, and
+        # ``sync_gradients`` computes their mean.
         losses = weight.device_mesh.size() if weight.placements[0].is_shard() else 1
         if torch.compiler.is_compiling():
             own = _MeanOverLosses.apply(weight.to_local(), losses)

@@ -116,6 +116,27 @@ def test_one_rank_raises_in_a_constructor(own: OwnPool, name: str, ready: bool) 
 
 
 @on_ranks
+def different_calls(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+    """Rank 1 makes another call than the others."""
+    world = start(port, "different calls", group.rank(), group.size(), 4.0)
+    sharding = seqpar.Sharding(8 * world.size(), "contiguous", group=world)
+    attend(group=world)
+    if world.rank() == 1:
+        return error_of(lambda: attend(group=world))
+    return error_of(lambda: sharding.unshard(torch.zeros(1, 8)))
+
+
+@pytest.mark.slow
+def test_ranks_make_different_calls(own: OwnPool) -> None:
+    results = own.pool.run(3, different_calls, own.port, deadline_s=40)
+    for rank, (kind, message, _) in enumerate(results):
+        here, others = "unshard", "rank 1 in handshake"
+        if rank == 1:
+            here, others = "handshake", "rank 0 in unshard, rank 2 in unshard"
+        assert kind == "RuntimeError" and f"{here}: other ranks wait elsewhere ({others})" in message, message
+
+
+@on_ranks
 def different_meshes(group: ProcessGroup, port: int) -> list[tuple[str, str, float]]:
     """Rank 1 asks for another mesh, and then for the same one as the others."""
     world = start(port, "different meshes", group.rank(), group.size())

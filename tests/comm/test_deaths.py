@@ -1,0 +1,28 @@
+"""tools/deaths.py, shortened: if a rank is killed, stops or raises, the errors of the others name it and no other."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = """
+from tools.deaths import Case, show
+
+raise SystemExit(not show([
+    Case("ring", "handshake", "killed", 2),
+    Case("ring", "forward", "killed", 0, own_store=False),
+    Case("hybrid", "forward", "stopped", 1),
+    Case("ulysses", "backward", "raises", 2, shared_memory=True),
+    Case("ring x tp", "unshard", "killed", 3, shared_memory=True),
+], at_once=5))
+"""
+
+
+@pytest.mark.slow
+def test_a_death_is_named() -> None:
+    root = Path(__file__).parents[2]
+    process = subprocess.run([sys.executable, "-c", CASES], cwd=root, capture_output=True, text=True, timeout=240)
+    assert process.returncode == 0, process.stdout + process.stderr
