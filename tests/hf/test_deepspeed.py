@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import seqpar
 import seqpar.hf
+from seqpar.hf.logits import LazyLogits
 
 from ..engines.engine import full_weights, initialize, needs_deepspeed
 from ..pool import Pool, mesh_of, on_ranks
@@ -50,21 +51,30 @@ def train_one_process(kind: str, dp: int) -> dict[str, Tensor]:
 def train(
     group: ProcessGroup, kind: str, zero: int, dp: int, options: dict[str, Any], expected: dict[str, Tensor]
 ) -> float:
-    """Returns the largest difference of a weight from one process. Batches are full and sharded in turn."""
+    """Returns the largest difference of a weight from one process, after steps with the loss in several ways."""
     mesh = mesh_of(dp, 2, 1, 1)
     model = seqpar.hf.parallelize(tiny(kind), mesh=mesh, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     engine = initialize(model, optimizer_of(model), zero)
+    from_head: list[Any] = []
+    model.lm_head.register_forward_hook(lambda head, args, output: from_head.append(output))
     for step in range(STEPS):
-        batch: Any = batches_of(step, dp)[mesh["dp"].get_local_rank()]
-        if step % 2:
-            batch = seqpar.hf.shard_batch(batch, mesh=mesh)
-        output = engine(**batch)
-        engine.backward(output.loss)
+        batches: list[Any] = batches_of(step, dp)
+        batch = batches[mesh["dp"].get_local_rank()]
+        if step < 2:
+            output = engine(**(seqpar.hf.shard_batch(batch, mesh=mesh) if step else batch))
+            loss = output.loss
+            assert isinstance(from_head.pop(), LazyLogits)  # no logits were computed
+            with pytest.raises(ValueError, match="a call with labels returns a loss, but no logits"):
+                output.logits.argmax(-1)
+        else:
+            labels = sum((x["labels"][:, 1:] != -100).sum() for x in batches) / dp  # of each rank, on average
+            loss = -seqpar.hf.token_log_probs(engine, batch).sum() / labels
+        engine.backward(loss)
         engine.step()
     with full_weights(engine) as weights:
         difference = max(float((weights[name] - x).detach().abs().max()) for name, x in expected.items())
     engine.destroy()
-    seqpar.hf.restore(model)
     return difference
 
 
