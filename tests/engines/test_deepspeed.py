@@ -101,3 +101,18 @@ def test_weights_equal_one_process(own: OwnPool, zero: int) -> None:
     for dp, strategy, clip in ((1, "hybrid", 0.0), (2, "ring", 0.1)):
         differences = own.pool.run(4, train, int(torch.randint(1 << 30, ())), zero, dp, strategy, clip)
         assert max(differences) < 1e-5, (dp, strategy, clip, differences)
+
+
+@on_ranks
+def refused(group: ProcessGroup) -> str:
+    model = seqpar.MegatronMLP(HIDDEN, 8, group=group)
+    try:
+        initialize(model, optimizer_of(model), zero=1)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_tensor_parallel_layers_are_refused(own: OwnPool) -> None:
+    words = "DeepSpeed: its engines take no DTensors; use torch.distributed.fsdp.fully_shard"
+    assert all(words in message for message in own.pool.run(4, refused))

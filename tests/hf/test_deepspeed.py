@@ -80,6 +80,24 @@ def train(
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_weights_equal_one_process(pools: dict[int, Pool], zero: int) -> None:
-    for kind, dp, options in (("llama", 2, {}), ("gemma2", 1, {"loss_chunk": 5})):
+    memory = seqpar.Memory(tiled_mlp=7, head_groups=1 if zero == 3 else 2)
+    for kind, dp, options in (("llama", 2, {"memory": memory}), ("gemma2", 1, {"loss_chunk": 5})):
         differences = pools[2 * dp].run(2 * dp, train, kind, zero, dp, options, train_one_process(kind, dp))
         assert max(differences) < 1e-5, (kind, differences)
+
+
+@on_ranks
+def refused(group: ProcessGroup) -> str:
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, memory=seqpar.Memory(head_groups=2))
+    engine = initialize(model, optimizer_of(model), zero=3)
+    try:
+        engine(**make_batch("plain"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_of_heads_are_refused_with_zero_3(two: Pool) -> None:
+    """A group needs a part of each projection, and ZeRO-3 gathers projections as a whole."""
+    words = "head_groups: DeepSpeed's ZeRO-3 has partitioned the weights of LlamaAttention"
+    assert all(words in message for message in two.run(2, refused))
