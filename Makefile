@@ -8,6 +8,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Triton, for its compiler and interpreter; with other packages that have to fit to it.
 TRITON ?= triton
+# For the tests of its engine. It installs without building anything; it is not needed otherwise.
+DEEPSPEED ?= deepspeed==0.19.8
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_DEADLINE_S ?= 2400
 PYTEST_ARGS ?=
@@ -85,6 +87,9 @@ $(READY): pyproject.toml setup.py
 	  $(BIN)/python -m pip install --quiet --retries 0 --timeout 15 --index-url $(CPU_INDEX) "$(TORCH)" || true
 	$(BIN)/python -m pip install --quiet "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --editable ".[dev,docs]" $(foreach package,$(TRITON),"$(package)")
+# About 9 seconds. If it fails, the tests of DeepSpeed's engine are skipped.
+	{ $(BIN)/python -m pip install --quiet --retries 0 hjson msgpack ninja psutil py-cpuinfo pydantic && DS_BUILD_OPS=0 \
+	  $(BIN)/python -m pip install --quiet --retries 0 --no-build-isolation --no-deps "$(DEEPSPEED)"; } || true
 	@touch $@
 
 clean:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from types import MethodType
 from typing import Any, cast
 
@@ -65,6 +66,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return args, kwargs
     _check_unchanged(model)
     _check_wrapper(model, patch)
+    _gather_for_loss(model)
     replace_loss_function(model, patch, model)  # the user may have set another one
     parameters = parameters_of(model)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
@@ -267,11 +269,19 @@ def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
 
     A wrapper that shards ``head`` by itself gathers its weight only for the forward of ``head``.
     """
-    if isinstance(head, FSDPModule) or isinstance(head.weight, DTensor) or hasattr(head.weight, "ds_id"):
-        return False  # DeepSpeed's ZeRO-3 marks the parameters that it partitions by ds_id
+    if isinstance(head, FSDPModule) or isinstance(head.weight, DTensor):
+        return False
     if any(isinstance(m, FullyShardedDataParallel) and m.module is head for m in model.modules()):
         return False
     return tuple(head.weight.shape) == (head.out_features, head.in_features)
+
+
+def _gather_for_loss(model: nn.Module) -> None:
+    """If DeepSpeed's ZeRO-3 partitions the output embedding, let it gather the weight for as long as ``model`` runs."""
+    head = cast(Any, model).get_output_embeddings()
+    for p in head.parameters() if isinstance(head, nn.Linear) else ():
+        if hasattr(p, "ds_id"):  # which ZeRO-3 gives to the parameters that it partitions
+            import_module("deepspeed").zero.register_external_parameter(model, p)
 
 
 def depends_on_length(module: nn.Module) -> bool:

@@ -87,13 +87,15 @@ class LazyLogits:
 
 _READ_BY_WRAPPERS = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "grad_fn")}
 _READ_BY_WRAPPERS |= {Tensor.is_floating_point, torch.is_floating_point}
+_COPIES = {Tensor.clone, Tensor.detach, Tensor.view_as}
 
 
 class MissingLogits(Tensor):
     """Stands in an output for logits that were not computed. Every use of it raises an error with the reason.
 
-    It is a tensor, because the Trainer and wrappers look for tensors in outputs. Wrappers read some attributes,
-    and DistributedDataParallel may clone it.
+    It is a tensor, because the Trainer and wrappers look for tensors in outputs. Wrappers read some attributes, and
+    some copy each output, so that a function of theirs runs in backward (DistributedDataParallel, ZeRO-3).
+    A copy raises the same errors.
     """
 
     @staticmethod
@@ -109,7 +111,7 @@ class MissingLogits(Tensor):
         if function in _READ_BY_WRAPPERS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
-        if function is Tensor.clone:
+        if function in _COPIES:
             return cls()
         raise ValueError(
             "logits: a call with labels returns a loss, but no logits, which take batch * seq * vocabulary numbers; "

@@ -11,7 +11,7 @@ which adds its own dimensions before the tensor-parallel one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -88,6 +88,19 @@ class ShardedWeights(nn.Module):
         with torch.no_grad():
             for name, weight in self.named_parameters(recurse=False):
                 weight.copy_(shard_like(getattr(full, name), weight))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ShardedWeights:
+        try:
+            moved: ShardedWeights = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            return moved
+        except RuntimeError as error:
+            if "swap" not in str(error):
+                raise
+            raise RuntimeError(
+                f"{type(self).__name__}: its weights are DTensors, which cannot be moved or cast here because "
+                "something refers to them. If it is DeepSpeed: its engines take no DTensors; use "
+                'torch.distributed.fsdp.fully_shard(model, mesh=mesh["dp"]), or no wrapper and sync_gradients'
+            ) from error
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name in self.tensor_parallel_parts:

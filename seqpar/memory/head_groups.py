@@ -53,6 +53,7 @@ def group_heads(module: nn.Module, groups: int) -> None:
             return forward(*args, **kwargs)
         if self.training and getattr(self, "attention_dropout", None):
             raise ValueError("head_groups: all groups would drop the same weights of attention; set its dropout to 0")
+        _check_not_partitioned(self)
         for name in CACHE_ARGUMENTS:
             if kwargs.get(name) is not None:
                 kwargs[name] = None  # a cache must not be written by every group
@@ -84,6 +85,7 @@ def group_heads(module: nn.Module, groups: int) -> None:
 def _check(module: nn.Module, groups: int) -> dict[str, int | None]:
     """Raise unless the layer can be computed by groups. For each parameter: the dimension that is cut."""
     name = type(module).__name__
+    _check_not_partitioned(module)
     if not all(hasattr(module, f"{x}_proj") for x in "qkvo"):
         raise ValueError(f"head_groups: {name} has no q_proj, k_proj, v_proj and o_proj; leave head_groups out")
     head_dim = getattr(module, "head_dim", None)
@@ -108,3 +110,11 @@ def _check(module: nn.Module, groups: int) -> dict[str, int | None]:
     if kv_heads % groups:
         raise ValueError(f"head_groups={groups}: it must divide the {kv_heads} KV heads of {name}")
     return dimensions
+
+
+def _check_not_partitioned(module: nn.Module) -> None:
+    if any(hasattr(p, "ds_id") for p in module.parameters()):
+        raise ValueError(
+            f"head_groups: DeepSpeed's ZeRO-3 has partitioned the weights of {type(module).__name__}, and gathers each "
+            "projection as a whole; use ZeRO 1 or 2, or fully_shard, or leave head_groups out"
+        )

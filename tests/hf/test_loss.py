@@ -254,7 +254,8 @@ def test_use_of_missing_logits_raises() -> None:
     model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
     logits = model(**make_batch("plain")).logits
     assert repr(logits) == "MissingLogits()" and not logits.requires_grad
-    for use in (lambda: logits.shape, lambda: logits[0], lambda: logits.argmax(-1), lambda: logits + 1, logits.detach):
+    uses = (lambda: logits.shape, lambda: logits[0], lambda: logits.argmax(-1), lambda: logits + 1, logits.cpu)
+    for use in (*uses, lambda: logits.detach().float(), lambda: logits.clone().tolist()):
         with pytest.raises(ValueError, match=r"outputs='full' to seqpar.hf.parallelize or .*ParallelismConfig"):
             use()
 

@@ -1,0 +1,103 @@
+"""Parallelized transformers models in DeepSpeed's engine, with every stage of ZeRO, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+
+import seqpar
+import seqpar.hf
+from seqpar.hf.logits import LazyLogits
+
+from ..engines.engine import full_weights, initialize, needs_deepspeed
+from ..pool import Pool, mesh_of, on_ranks
+from .workers import make_batch, tiny
+
+pytestmark = [pytest.mark.slow, needs_deepspeed]
+STEPS = 3
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # With a small eps, AdamW would enlarge the rounding of gradients that are almost 0.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def batches_of(step: int, dp: int) -> list[dict[str, Tensor]]:
+    """A batch for each dp rank, with other numbers of labels."""
+    return [make_batch(("right", "left")[row], seed=10 * step + row) for row in range(dp)]
+
+
+def train_one_process(kind: str, dp: int) -> dict[str, Tensor]:
+    """The weights after the steps, each of which has the mean over the labels of ``dp`` batches."""
+    model = tiny(kind)
+    optimizer = optimizer_of(model)
+    for step in range(STEPS):
+        batches = batches_of(step, dp)
+        counts = [(batch["labels"][:, 1:] != -100).sum() for batch in batches]
+        for batch, count in zip(batches, counts, strict=True):
+            (model(**batch).loss * count / sum(counts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@on_ranks
+def train(
+    group: ProcessGroup, kind: str, zero: int, dp: int, options: dict[str, Any], expected: dict[str, Tensor]
+) -> float:
+    """Returns the largest difference of a weight from one process, after steps with the loss in several ways."""
+    mesh = mesh_of(dp, 2, 1, 1)
+    model = seqpar.hf.parallelize(tiny(kind), mesh=mesh, **options)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine = initialize(model, optimizer_of(model), zero)
+    from_head: list[Any] = []
+    model.lm_head.register_forward_hook(lambda head, args, output: from_head.append(output))
+    for step in range(STEPS):
+        batches: list[Any] = batches_of(step, dp)
+        batch = batches[mesh["dp"].get_local_rank()]
+        if step < 2:
+            output = engine(**(seqpar.hf.shard_batch(batch, mesh=mesh) if step else batch))
+            loss = output.loss
+            assert isinstance(from_head.pop(), LazyLogits)  # no logits were computed
+            with pytest.raises(ValueError, match="a call with labels returns a loss, but no logits"):
+                output.logits.argmax(-1)
+        else:
+            labels = sum((x["labels"][:, 1:] != -100).sum() for x in batches) / dp  # of each rank, on average
+            loss = -seqpar.hf.token_log_probs(engine, batch).sum() / labels
+        engine.backward(loss)
+        engine.step()
+    with full_weights(engine) as weights:
+        difference = max(float((weights[name] - x).detach().abs().max()) for name, x in expected.items())
+    engine.destroy()
+    return difference
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_weights_equal_one_process(pools: dict[int, Pool], zero: int) -> None:
+    memory = seqpar.Memory(tiled_mlp=7, head_groups=1 if zero == 3 else 2)
+    for kind, dp, options in (("llama", 2, {"memory": memory}), ("gemma2", 1, {"loss_chunk": 5})):
+        differences = pools[2 * dp].run(2 * dp, train, kind, zero, dp, options, train_one_process(kind, dp))
+        assert max(differences) < 1e-5, (kind, differences)
+
+
+@on_ranks
+def refused(group: ProcessGroup) -> str:
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, memory=seqpar.Memory(head_groups=2))
+    engine = initialize(model, optimizer_of(model), zero=3)
+    try:
+        engine(**make_batch("plain"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_groups_of_heads_are_refused_with_zero_3(two: Pool) -> None:
+    """A group needs a part of each projection, and ZeRO-3 gathers projections as a whole."""
+    words = "head_groups: DeepSpeed's ZeRO-3 has partitioned the weights of LlamaAttention"
+    assert all(words in message for message in two.run(2, refused))
