@@ -443,6 +443,38 @@ def test_tensor_parallel(pool: Pool, world: int, overlap: str, dtype: torch.dtyp
 
 
 @on_ranks
+def bytes_around_the_layers(group: ProcessGroup, dtype: torch.dtype) -> list[int]:
+    """Bytes of ``shard``, ``unshard`` and ``token_loss``, each in forward and in backward."""
+    sharding = seqpar.Sharding(TOKENS, "zigzag", group=group)
+    x = torch.randn(BATCH, TOKENS, 24, dtype=dtype, requires_grad=True)
+    x_local = sharding.shard(x).detach().requires_grad_()
+    labels, sent = torch.zeros(BATCH, sharding.seq_local, dtype=torch.int64), []
+    calls: list[Callable[[], Tensor]] = [
+        lambda: sharding.shard(x),
+        lambda: sharding.unshard(x_local),
+        lambda: seqpar.token_loss(x_local[..., 0], labels, sharding=sharding),
+    ]
+    for call in calls:
+        with seqpar.trace() as forward:
+            y = call()
+        with seqpar.trace() as backward:
+            y.backward(torch.ones_like(y))
+        sent += [forward.bytes_sent, backward.bytes_sent]
+    return sent
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_around_the_layers(pool: Pool, world: int, dtype: torch.dtype) -> None:
+    """``shard`` sends nothing. ``unshard`` all-gathers, and its backward reduce-scatters in float32. The loss
+    all-reduces a sum and a count, and its backward one gradient: float32, counted as rings."""
+    shard = BATCH * TOKENS // world * 24
+    gather, scatter = ((world - 1) * shard * size for size in (dtype.itemsize, 4))
+    loss, gradient = (2 * 4 * numbers * (world - 1) // world for numbers in (2, 1))
+    assert pool.run(world, bytes_around_the_layers, dtype) == [[0, 0, gather, scatter, loss, gradient]] * world
+
+
+@on_ranks
 def nested_traces(group: ProcessGroup) -> list[int]:
     """Bytes of the outer trace, bytes of the inner trace, attention calls of the outer trace."""
     x = seqpar.shard(torch.zeros(1, 8, 2, 4), group=group, layout="contiguous")
