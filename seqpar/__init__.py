@@ -29,9 +29,7 @@ from .layers import (
 )
 from .layers.factory import ParallelAttention
 from .mask import Mask
-from .memory import Memory
 from .mesh import init_mesh
-from .planner import Hardware, ModelShape, Plan, plan
 from .scaled_dot_product import replace_sdpa, sdpa
 from .shard_functions import positions, shard, unshard
 from .sharding import Sharding
@@ -46,28 +44,35 @@ if TYPE_CHECKING:
         VocabParallelHead,
         vocab_parallel_cross_entropy,
     )
+    from .memory import Memory
+    from .planner import Hardware, ModelShape, Plan, plan
 
 __version__ = "0.1.0"
 
-_MEGATRON = (
-    "MegatronAttention",
-    "MegatronMLP",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "vocab_parallel_cross_entropy",
-)
+# Rooms that are opened at first use, and the names in them.
+_ROOMS = {
+    "megatron": (
+        "MegatronAttention",
+        "MegatronMLP",
+        "VocabParallelEmbedding",
+        "VocabParallelHead",
+        "vocab_parallel_cross_entropy",
+    ),
+    "memory": ("Memory",),
+    "planner": ("Hardware", "ModelShape", "Plan", "plan"),
+}
 
 
 def __getattr__(name: str) -> object:
-    """Rooms that are opened at first use."""
     from importlib import import_module
 
     if name == "hf":  # it imports transformers
         return import_module(".hf", __name__)
-    if name in _MEGATRON:
-        room = import_module(".megatron", __name__)
-        globals().update({each: getattr(room, each) for each in _MEGATRON})
-        return globals()[name]
+    for room, names in _ROOMS.items():
+        if name in names:
+            module = import_module(f".{room}", __name__)
+            globals().update({each: getattr(module, each) for each in names})
+            return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

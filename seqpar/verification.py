@@ -23,10 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 from .checks import check_number
 from .comm.trace import trace
 from .comm.waiting import run, waiting
-from .layers import AttentionLayer
 from .mesh import check_mesh_and_group, size_of
 from .same_rows import OtherRowsError
 from .sharding import Sharding
+from .spec import AttentionSpec
 
 # The largest error that counts as equal, relative to the norm of one device's tensor.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -438,8 +438,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    random = (_DropoutNd, nn.MultiheadAttention, AttentionLayer)
     with unchanged(model):
         for module in model.modules():
-            module.training = module.training and not isinstance(module, random)
+            attends = isinstance(getattr(module, "spec", None), AttentionSpec)  # an attention layer of the package
+            module.training = module.training and not (
+                attends or isinstance(module, _DropoutNd | nn.MultiheadAttention)
+            )
         yield

@@ -1,4 +1,4 @@
-"""Operations between ranks, whose errors name the operation, the seconds and the missing ranks: see rendezvous.py."""
+"""Operations between ranks, whose errors name the operation, the seconds and the missing ranks."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A compiled function must not depend on values that change from step to step. The
 sharding and the ranks as opaque objects (``seqpar.compile_types``), which they read when they run. Checks, plans and
 communication are never traced. Only the constants in ``AttentionSpec`` are part of the compiled function.
 
-Eager code calls the same operators (see ``library.py``). There, the autograd.Function of attention computes by itself
+Eager code calls the same operators. There, the autograd.Function of attention computes by itself
 instead of calling the operator again, and keeps its ``AttentionCall`` for backward.
 
 Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q

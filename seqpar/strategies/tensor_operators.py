@@ -1,4 +1,4 @@
-"""The linear layers of ``tensor_sequence.py`` as operators, which eager and compiled code call (see ``library.py``).
+"""The linear layers of ``tensor_sequence.py`` as operators, which eager and compiled code call.
 
 ``overlap`` selects how communication and GEMMs overlap:
 
