@@ -275,7 +275,7 @@ def _dimension_group(mesh: DeviceMesh, names: tuple[str, ...]) -> ProcessGroup:
         all_names = mesh.mesh_dim_names or ()
         dims = [all_names.index(name) for name in names] or [0]
         last = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))  # [..., ranks of a group]
-        for ranks in last.view(-1, last.shape[-1]).tolist():
+        for ranks in last.reshape(-1, last.shape[-1]).tolist():
             if ranks != sorted(ranks):
                 raise ValueError(
                     f"mesh: its ranks along {' x '.join(names) or 'its dimension'} are {shown(ranks)}; expected "
