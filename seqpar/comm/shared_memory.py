@@ -42,7 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..mesh import Ranks, global_ranks, host_name, parent_group, rank_in
 from ..rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
 from .communicator import PerWorld
-from .waiting import MESSAGES, Message, PeerError, Pending, failure
+from .waiting import MESSAGES, Message, PeerError, Pending, begin, failure
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _CPU = torch.device("cpu")
@@ -254,8 +254,7 @@ def share_messages(
     buffers: Sequence[Tensor],
 ) -> Pending:
     """Start ``memory.exchange``. ``buffers`` are what the messages hold until they have arrived."""
-    if own_entry.written:
-        own_entry.remove()
+    begin()
     began = time.monotonic()
     try:
         works = memory.exchange(sends, receives, mode)

@@ -65,6 +65,7 @@ class TransferStream:
     """
 
     def __init__(self, tensors: tuple[Tensor, ...] = (), ready: ReadyEvents | None = None) -> None:
+        self._device = tensors[0].device if tensors else None
         self._stream = _side_stream(tensors[0].device) if tensors else None
         self._held: list[Tensor] = []
         if self._stream is not None and ready is not None:
@@ -86,6 +87,11 @@ class TransferStream:
     def position(self) -> torch.cuda.Event | None:
         """An event after the work queued on this stream so far."""
         return None if self._stream is None else self._stream.record_event()
+
+    def join(self) -> None:
+        """Let the kernels that are launched from now on wait for this stream."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._stream.record_event())
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Hold messages that have arrived, until ``release``."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,7 @@ def operation(name: str) -> Iterator[None]:
 @contextmanager
 def waiting(what: str, ranks: Ranks) -> Iterator[None]:
     """If the block fails, the error names the operation, the seconds that it took, and the missing ranks."""
-    if own_entry.written:  # by an earlier wait, which has failed
-        own_entry.remove()
+    begin()
     began = time.monotonic()
     try:
         yield
@@ -71,6 +71,19 @@ def run(collective: Callable[..., Any], *args: Any, group: ProcessGroup, **kwarg
             wait_in_parts(work, what)
 
 
+# By default group: messages for which nothing has waited, because of an error.
+_unfinished: MutableMapping[ProcessGroup, list[Pending]] = WeakKeyDictionary()
+
+
+def begin() -> None:
+    """Call this before operations are started: take back what earlier ones have left."""
+    if own_entry.written:  # by a wait that has failed
+        own_entry.remove()
+    if _unfinished and dist.group.WORLD is not None:
+        for pending in _unfinished.pop(dist.group.WORLD, ()):
+            pending.finish()
+
+
 class Started(Protocol):
     """An operation that has been started, such as PyTorch's ``Work``."""
 
@@ -85,6 +98,9 @@ class Pending:
     """Messages that have been started and not waited for. Holds their buffers until then.
 
     Buffers on a ``TransferStream`` are held by it from then on, until their readers have been launched.
+
+    If an error keeps the caller from waiting, the next messages that this process starts wait first: otherwise they
+    would be taken for these.
 
     Args:
         works: the operations.
@@ -112,6 +128,8 @@ class Pending:
         works = [work for part in parts for work in part._works]
         peers = [peer for part in parts for peer in part._peers or ()]
         ranks = next((part._ranks for part in parts if part._works), None)
+        for part in parts:
+            part._works = ()
         return Pending(works, buffers, ranks, peers if len(peers) == len(works) else None)
 
     def wait(self) -> None:
@@ -129,6 +147,7 @@ class Pending:
                     work.wait()
                 done += 1
         except RuntimeError as error:
+            self._works = ()
             assert self._ranks is not None
             cause = error if self._peers is None else PeerError(self._peers[done], str(error))
             raise failure(MESSAGES, self._ranks, cause, began) from error
@@ -140,13 +159,23 @@ class Pending:
             self._posted_from.hold(self._buffers)
         self._works, self._buffers = (), ()
 
+    def __del__(self) -> None:
+        if self._works and dist.group.WORLD is not None:
+            _unfinished.setdefault(dist.group.WORLD, []).append(self)
+
+    def finish(self) -> None:
+        """Wait, and let later messages use the memory."""
+        self.wait()
+        if self._posted_from is not None:
+            self._posted_from.release()
+
 
 def start(
     collective: Callable[..., Any], *args: Any, buffers: Sequence[Tensor], ranks: Ranks, group: ProcessGroup | None
 ) -> Pending:
     """Start a collective of ``ranks`` in ``group``, their process group."""
-    if own_entry.written:  # by an earlier wait, which has failed
-        own_entry.remove()
+    if own_entry.written or _unfinished:
+        begin()
     began = time.monotonic()
     try:
         return Pending([collective(*args, group=group, async_op=True)], buffers, ranks)
@@ -156,8 +185,8 @@ def start(
 
 def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, group: Any) -> Pending:
     """Start messages between ``ranks`` in ``group``, their process group. There must be one."""
-    if own_entry.written:
-        own_entry.remove()
+    if own_entry.written or _unfinished:
+        begin()
     messages = [(dist.isend, *x) for x in sends] + [(dist.irecv, *x) for x in receives]
     ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, peer, tensor in messages]
     buffers, peers = [tensor for _, _, tensor in messages], [peer for _, peer, _ in messages]

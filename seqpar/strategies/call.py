@@ -48,6 +48,7 @@ class AttentionCall:
         score: how scores are computed, for all of ``heads``.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
+        errors: the errors of kernels. See ``raise_error``.
     """
 
     placement: Placement
@@ -57,6 +58,17 @@ class AttentionCall:
     score: Score
     kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
     latent: LatentKeys | None = None
+    errors: list[Exception] = field(default_factory=list, repr=False)
+
+    def raise_error(self) -> None:
+        """Raise the first error of a kernel.
+
+        A rank whose kernel raises goes on to send and to receive until the end of the call, with results of NaN. So its
+        messages stay in step with the messages of ranks whose kernels raise at another step, or do not raise.
+        """
+        error = self.errors[0]
+        self.errors.clear()
+        raise error
 
     def v_head_dim(self, v_shape: Sequence[int]) -> int:
         """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
@@ -144,11 +156,17 @@ class Run:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
         """Continue the online softmax of the step's heads over the step's keys."""
+        if self.call.errors:
+            return carries or self._no_result(q)
         carries = carries or [None] * len(self.program.chunks)
         if step.attends:
             carry = carries[step.chunks.start]
-            q, intervals, score = self._of_step(step, q)
-            carry = self._backend.forward(q, k, v, intervals, score, carry, step.is_last)
+            try:
+                q_step, intervals, score = self._of_step(step, q)
+                carry = self._backend.forward(q_step, k, v, intervals, score, carry, step.is_last)
+            except Exception as error:
+                self.call.errors.append(error)
+                return self._no_result(q)
         elif step.is_last:  # no query sees any key
             carry = finish(empty_carry(q, self._v_head_dim), self.score, q.dtype)
         else:
@@ -158,6 +176,10 @@ class Run:
             return carries
         at = (chunk.q_range(within=self.heads) for chunk in self.program.chunks)
         return [(take_heads(carry[0], x).contiguous(), carry[1][:, x.start : x.stop].contiguous()) for x in at]
+
+    def _no_result(self, q: Tensor) -> Carries:
+        out = q.new_full((*q.shape[:3], self._v_head_dim), torch.nan)
+        return [(out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, dtype=accumulator(q.dtype)))]
 
     def finish(self, carries: Carries | None) -> Carry:
         """``out [b, q, h, e]`` in q's dtype and ``lse [b, h, q]`` of all heads."""
@@ -199,8 +221,15 @@ class Run:
             dout, out, lse, delta = output
             lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
             output = OutputGrad(take_heads(dout, at), take_heads(out, at), lse, delta)
-        q, intervals, score = self._of_step(step, q)
-        self._backend.backward(q, k, v, output, intervals, score, grads)
+        if not self.call.errors:
+            try:
+                q, intervals, score = self._of_step(step, q)
+                self._backend.backward(q, k, v, output, intervals, score, grads)
+                return
+            except Exception as error:
+                self.call.errors.append(error)
+        for x in grads[:3]:
+            x.fill_(torch.nan)
 
     def dsinks(self, output: OutputGrad) -> Tensor | None:
         """This rank's partial gradient of the sinks, ``[h]``; None without sinks."""

@@ -82,6 +82,8 @@ class GatheredAttention(torch.autograd.Function):
             ctx.call = call = new_call(q, k, v, sinks, None, seed, *where)
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
             out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
+            if call.errors:
+                call.raise_error()
         ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
         return out
 

@@ -142,17 +142,21 @@ class _Attention(torch.autograd.Function):
             exchange = head_exchange(call.placement, call.heads, q.shape, q.device)
             latent = None if latent_weight is None else LatentKeys(latent_weight, q.shape[3] - v.shape[3])
             run_call = call if latent is None else replace(call, latent=latent)
-            with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
-                if exchange is None:
-                    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-                    results = ring_forward(Run(run_call, call.heads, q, k, v), q, k, v)
-                    saved = q, k, v, *results
-                else:
-                    out_dim = run_call.v_head_dim(v.shape)
-                    out, *saved = ulysses_forward(exchange, partial(Run, run_call), q, k, v, out_dim)
-                    lse = saved[-1].new_empty(0)
-                    results = out, exchange.lse_to_sequence(saved_lse(exchange, saved)) if spec.return_lse else lse
-                    saved += (k, v) if exchange.shares_kv else ()
+            try:
+                with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
+                    if exchange is None:
+                        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+                        results = ring_forward(Run(run_call, call.heads, q, k, v), q, k, v)
+                        saved = q, k, v, *results
+                    else:
+                        out_dim = run_call.v_head_dim(v.shape)
+                        out, *saved = ulysses_forward(exchange, partial(Run, run_call), q, k, v, out_dim)
+                        lse = saved[-1].new_empty(0)
+                        results = out, exchange.lse_to_sequence(saved_lse(exchange, saved)) if spec.return_lse else lse
+                        saved += (k, v) if exchange.shares_kv else ()
+            finally:
+                if call.errors:
+                    call.raise_error()
         if ctx is None:
             return call, *results, *saved
         ctx.set_materialize_grads(False)
@@ -213,16 +217,20 @@ def attention_gradients(
     exchange = head_exchange(call.placement, call.heads, q_shape, like.device)
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
     dlse = dlse if call.spec.return_lse else None
-    with torch.autocast(like.device.type, enabled=False):
-        if exchange is None:
-            q, k, v, out, lse = saved
-            run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
-            dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
-        else:
-            if call.spec.return_lse:
-                dlse = exchange.lse_gradient_to_heads(dout, dlse)
-            new_run = partial(Run, call, lse_gradient=dlse is not None)
-            dq, dk, dv, dsinks = ulysses_backward(exchange, new_run, saved, dout, dlse, *shapes)
+    try:
+        with torch.autocast(like.device.type, enabled=False):
+            if exchange is None:
+                q, k, v, out, lse = saved
+                run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
+                dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
+            else:
+                if call.spec.return_lse:
+                    dlse = exchange.lse_gradient_to_heads(dout, dlse)
+                new_run = partial(Run, call, lse_gradient=dlse is not None)
+                dq, dk, dv, dsinks = ulysses_backward(exchange, new_run, saved, dout, dlse, *shapes)
+    finally:
+        if call.errors:
+            call.raise_error()
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     if d_weight is not None:

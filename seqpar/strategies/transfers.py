@@ -41,8 +41,10 @@ class Transfers:
     def __enter__(self) -> Transfers:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         self._stream.release()
+        if error_type is not None:  # messages may still be packed from k and v, which the caller frees
+            self._stream.join()
 
     def wait(self, step: Step) -> KV:
         """Post the messages that are due before this step's kernel, then wait for the step's K/V.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,8 +27,11 @@ from seqpar.strategies.call import AttentionCall, Run
 from ..nccl import Group, HangError, Operation, run
 
 
-def messages_of(plan: AttentionPlan) -> list[Group]:
-    """The groups of messages that ring attention starts on one rank, in forward and in backward."""
+def messages_of(plan: AttentionPlan, fails_after: int | None = None) -> list[Group]:
+    """The groups of messages that ring attention starts on one rank, in forward and in backward.
+
+    The kernels raise an error after the first ``fails_after`` ones of each.
+    """
     groups: list[Group] = []
 
     def record(sends: Sequence[Message], receives: Sequence[Message], link: p2p.Link) -> Pending:
@@ -38,7 +42,16 @@ def messages_of(plan: AttentionPlan) -> list[Group]:
 
     number = 4 if plan.sharding.ring <= 4 else 1  # with few ranks, heads are sent in chunks
     heads = Heads.of_model(number, number)
-    stub = SimpleNamespace(forward=_no_forward, backward=_no_backward, reads_delta=False)
+    counts = {_no_forward: 0, _no_backward: 0}
+
+    def kernel(function: Callable[..., Any], *args: Any) -> Any:
+        counts[function] += 1
+        if fails_after is not None and counts[function] > fails_after:
+            raise MemoryError
+        return function(*args)
+
+    forward, backward = partial(kernel, _no_forward), partial(kernel, _no_backward)
+    stub = SimpleNamespace(forward=forward, backward=backward, reads_delta=False)
     first = plan.rank // plan.per_host * plan.per_host
     within: Any = range(first, first + plan.per_host)
     across: Any = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
@@ -99,6 +112,16 @@ def test_exchanges_end(ranks: int, per_host: int, layout: Layout, gather: bool) 
     tokens = ranks * 16
     for mask in (Mask.causal(), documents(tokens, 24), Mask.sliding_window(50, 25), documents(tokens, 250)):
         check(mask, ranks, layout, gather, per_host)
+
+
+@pytest.mark.parametrize("gather", [True, False], ids=["all_gather", "ring"])
+@pytest.mark.parametrize("per_host", [8, 4])
+def test_exchanges_go_on_after_an_error(gather: bool, per_host: int) -> None:
+    """A rank whose kernel raises sends and receives what it would have otherwise, until the end of the call."""
+    for mask in (Mask.causal(), documents(128, 24)):
+        plan = AttentionPlan(mask, TokenLayout(128, "zigzag", ring=8), 5, gather, per_host)
+        for fails_after in (0, 1, 2):
+            assert messages_of(plan, fails_after) == messages_of(plan)
 
 
 @pytest.mark.parametrize("seed", range(6))

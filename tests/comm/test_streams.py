@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from seqpar import kernels
 from seqpar.comm import streams, waiting
 from seqpar.kernels.base import Grads
 from seqpar.strategies import call as calls
-from seqpar.strategies import head_exchange, operators
+from seqpar.strategies import head_exchange, operators, transport
 
 from ..fake_cuda import fake_cuda
 from ..streams import Event, RaceError, Simulator, simulated
@@ -235,6 +236,29 @@ def test_restored_tensors_are_sent_when_they_are_there() -> None:
         gradients, before_backward = simulator.named("gradients"), simulator.named("before backward")
         first = next(x for x in simulator.named("messages") if x.is_after(before_backward[0]))
         assert not gradients[0].is_after(first)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "packing"])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_memory_is_used_in_order_after_an_error(strategy: str, where: str) -> None:
+    """The third kernel, or the third message, raises; the caller catches the error and calls again."""
+    owner, name = (transport.Message, "__init__") if where == "packing" else (Kernels, where)
+    real, calls_left = getattr(owner, name), 3
+
+    def raises(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls_left
+        calls_left -= 1
+        if not calls_left:
+            raise MemoryError
+        return real(*args, **kwargs)
+
+    with one_rank(WORLD) as simulator, mock.patch.object(owner, name, raises):
+        with pytest.raises(MemoryError) if strategy == "ring" or where != "packing" else nullcontext():
+            attend(simulator, strategy=strategy)
+        sent = len(simulator.named("messages"))
+        gc.collect()
+        attend(simulator, strategy=strategy)
+        assert strategy == "ulysses" or len(simulator.named("messages")) > sent
 
 
 def no_wait_for_transfers(self: waiting.Pending) -> None:
