@@ -20,7 +20,7 @@ from seqpar import Mask, Sharding
 from ..models import HEAD_DIM, HIDDEN, INTERMEDIATE, MLP, VOCAB, full
 from ..pool import Pool, on_ranks
 
-TOKENS, LAYERS, MICRO_BATCHES, STEPS = 21, 4, 2, 3
+TOKENS, MICRO_BATCHES, STEPS = 21, 2, 2
 NAMES = ("pp", "dp", "ring", "ulysses", "tp")
 MASK = Mask.documents([0, 5, 6, TOKENS])
 
@@ -43,9 +43,9 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """Some consecutive blocks, with the embedding before the first one and the head after the last one."""
+    """Some of ``count`` blocks, with the embedding before the first one and the head after the last one."""
 
-    def __init__(self, blocks: range, sharding: Sharding | None = None, **where: Any) -> None:
+    def __init__(self, blocks: range, count: int, sharding: Sharding | None = None, **where: Any) -> None:
         super().__init__()
         self.sharding = sharding
         self.blocks = nn.ModuleDict({str(i): Block(where) for i in blocks})
@@ -53,7 +53,7 @@ class Part(nn.Module):
         self.head: nn.Module | None = None
         if 0 in blocks:
             self.embed = seqpar.VocabParallelEmbedding(VOCAB, HIDDEN, **where) if where else nn.Embedding(VOCAB, HIDDEN)
-        if LAYERS - 1 in blocks:
+        if count - 1 in blocks:
             linear = nn.Linear(HIDDEN, VOCAB, bias=False)
             self.head = seqpar.VocabParallelHead(HIDDEN, VOCAB, **where) if where else linear
 
@@ -75,7 +75,7 @@ def random_rows(count: int) -> tuple[Tensor, Tensor]:
 
 @on_ranks
 def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...], fsdp: tuple[str, ...]) -> float:
-    """Three steps of AdamW. Returns the largest difference of a weight from one process."""
+    """Two steps of AdamW. Returns the largest difference of a weight from one process."""
     torch.manual_seed(seed)
     root = dist.init_device_mesh("cpu", sizes, mesh_dim_names=NAMES)
     mesh, pp = root[NAMES[1:]], root["pp"].get_group()
@@ -84,9 +84,8 @@ def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...],
     count = per_rank * pp.size()
     second = 2 * pp.size() - 1 - pp.rank() if schedule == "ZBVZeroBubble" else pp.rank() + pp.size()
     stages = [pp.rank(), second][:per_rank]
-    size = LAYERS // count
-    local = Part(range(LAYERS)).double()
-    parts = [Part(range(i * size, (i + 1) * size), sharding, mesh=mesh).double() for i in stages]
+    local = Part(range(count), count).double()
+    parts = [Part(range(i, i + 1), count, sharding, mesh=mesh).double() for i in stages]
     for part in parts:
         assert not part.load_state_dict(local.state_dict(), strict=False).missing_keys
         # Where a schedule splits backward, torch 2.13 loses gradients of modules that are sharded inside a stage.
@@ -141,7 +140,7 @@ def check(pool: Pool, schedule: str, sizes: tuple[int, ...], fsdp: tuple[str, ..
 @pytest.mark.parametrize(
     ("schedule", "sizes", "fsdp"),
     [
-        ("1F1B", (2, 2, 1, 1, 2), ("dp",)),
+        ("1F1B", (2, 2, 1, 1, 2), ()),
         ("Interleaved1F1B", (2, 1, 2, 2, 1), ()),
         ("ZBVZeroBubble", (2, 1, 2, 1, 2), ("ring",)),
         ("", (1, 2, 2, 1, 2), ("dp", "ring")),
@@ -159,9 +158,5 @@ def sixteen() -> Iterator[Pool]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "sizes", "fsdp"),
-    [("Interleaved1F1B", (2, 2, 2, 1, 2), ("dp", "ring")), ("GPipe", (2, 1, 2, 2, 2), ("ring",))],
-)
-def test_sixteen_ranks(sixteen: Pool, schedule: str, sizes: tuple[int, ...], fsdp: tuple[str, ...]) -> None:
-    check(sixteen, schedule, sizes, fsdp)
+def test_sixteen_ranks(sixteen: Pool) -> None:
+    check(sixteen, "Interleaved1F1B", (2, 2, 2, 1, 2), ("dp", "ring"))
