@@ -327,6 +327,11 @@ class Mask(Opaque):
         return (keys >= lo[..., None]) & (keys < hi[..., None])
 
 
+def mask_of_rows(mask: Mask, rows: Sequence[int]) -> Mask:
+    """The mask of some of the batch rows, such as a micro-batch's. A mask that all rows share is returned as it is."""
+    return mask if mask.batch == 1 else Mask(tuple(rule.of_rows(rows) for rule in mask.rules))
+
+
 LayerMask = tuple[bool, int | None, int | None]  # causal, window and chunk of ``layer_mask``
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from .runs import UNBOUNDED, Runs
 
 
 class Rule(ABC):
-    """One constraint of a mask. Rules are hashable values, so that schedules can be cached by mask."""
+    """One constraint of a mask. Rules are hashable values, so that schedules can be cached by mask.
+
+    Rules are dataclasses. A field that is a tuple has one entry for each batch row.
+    """
 
     @property
     def batch(self) -> int:
@@ -51,6 +54,13 @@ class Rule(ABC):
 
     def check_length(self, seq_len: int) -> None:  # noqa: B027 (most rules fit every length)
         """Raise a ValueError if the rule does not fit a sequence of ``seq_len`` tokens."""
+
+    def of_rows(self, rows: Sequence[int]) -> Rule:
+        """The rule for some of the batch rows."""
+        if self.batch == 1:
+            return self
+        by_row = {name: tuple(x[row] for row in rows) for name, x in vars(self).items() if isinstance(x, tuple)}
+        return cast(Rule, replace(cast(Any, self), **by_row))
 
     @abstractmethod
     def runs(self, row: int, seq_len: int) -> Runs:

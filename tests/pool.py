@@ -1,9 +1,9 @@
 """A persistent pool of worker processes. A test on several ranks takes milliseconds and cannot hang.
 
-The processes form a gloo group over the loopback interface, and a subgroup of the first ``n`` ranks for each ``n`` in
-``WORLDS``. ``Pool.run`` calls a function on the first ``n`` ranks and returns the results by rank. If a rank raises an
-error, ends or misses the deadline, ``run`` ends all processes and raises a ``WorkerError`` with the traceback or the
-stack of each rank. The next ``run`` starts new processes.
+The processes form a gloo group over the loopback interface, and a subgroup of the first ``n`` ranks for each smaller
+``n`` in ``WORLDS``. ``Pool.run`` calls a function on the first ``n`` ranks and returns the results by rank. If a rank
+raises an error, ends or misses the deadline, ``run`` ends all processes and raises a ``WorkerError`` with the traceback
+or the stack of each rank. The next ``run`` starts new processes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Pool:
 
     def __init__(self, ranks: int = 8, deadline_s: float = 60.0) -> None:
         self.ranks = ranks
-        self.worlds = tuple(world for world in WORLDS if world <= ranks)
+        self.worlds = (*(world for world in WORLDS if world < ranks), ranks)
         self.deadline_s = deadline_s
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -99,7 +99,7 @@ class Pool:
         """Call ``body(group, *args, **kwargs)`` on ranks ``0..world-1`` and return the results by rank.
 
         Args:
-            world: one of ``WORLDS``, at most the pool's ranks.
+            world: one of ``WORLDS``, less than the pool's ranks, or all of these.
             body: a top-level function that the workers can import, marked ``@on_ranks``. ``group`` is the process
                 group of those ranks.
             args, kwargs: further arguments of ``body``.

@@ -6,7 +6,7 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,12 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.utils._pytree import register_pytree_node
 
 from ..checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.waiting import waiting
 from ..layout import LAYOUTS, Layout, shard_positions
-from ..mask import Mask
+from ..mask import Mask, mask_of_rows
 from ..mask_rules import document_boundaries
 from ..mesh import rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
@@ -39,7 +40,11 @@ TokenRanges = list[tuple[int, int]]  # for each row, the first token that is not
 
 @dataclass(eq=False)
 class BatchShard:
-    """What attention layers and the loss need to know about the full batch: the entry ``seqpar`` of a rank's part."""
+    """What attention layers and the loss need to know about the full batch: the entry ``seqpar`` of a rank's part.
+
+    For ``torch.utils._pytree`` it is a container of ``rows``. So torch's pipeline schedules, which split each tensor of
+    their arguments into micro-batches, split it too: each micro-batch gets the mask of its rows.
+    """
 
     seq_len: int  # the number of tokens of the full sequence
     max_position: int  # the largest of the full batch's ``position_ids``
@@ -58,10 +63,25 @@ class BatchShard:
     # causality, these blocks of tokens, and the layers' window. The keys are layer types, or "" for all types.
     block_masks: dict[str, Mask] = field(default_factory=dict)
     jump: str | None = None  # where ``position_ids`` neither go up by 1 nor restart, if there is no ``attention_mask``
+    rows: Tensor | None = None  # int64 [batch] on the CPU, the rows of the full batch that this is about
     unmasked: bool = field(init=False)  # whether the batch has neither padding nor several documents
 
     def __post_init__(self) -> None:
         self.unmasked = self.mask == Mask.full()
+
+    def of_rows(self, rows: Tensor) -> BatchShard:
+        """The same for some of the full batch's rows, int64 ``[batch]``. The loss still counts all rows' labels."""
+        at = rows.tolist()
+        return replace(
+            self,
+            mask=mask_of_rows(self.mask, at),
+            block_masks={name: mask_of_rows(mask, at) for name, mask in self.block_masks.items()},
+            seed=(self.seed + at[0]) % 2**62 if at else self.seed,
+            valid=None if self.valid is None else self.valid[at],
+            in_place=None if self.in_place is None else (self.in_place[0][at], self.in_place[1]),
+            sharding=None,  # with which ``Patch.place`` also sets the seed
+            rows=rows,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "sharding": None}  # process groups cannot be pickled
@@ -71,6 +91,21 @@ class BatchShard:
             f"BatchShard(seq_len={self.seq_len}, ranks={self.ranks}, layout={self.layout!r}, "
             f"num_items={self.num_items})"
         )
+
+
+def _flatten(shard: BatchShard) -> tuple[list[Any], BatchShard]:
+    return [shard.rows], shard
+
+
+def _unflatten(leaves: Iterable[Any], shard: BatchShard) -> BatchShard:
+    (rows,) = leaves
+    if rows is shard.rows:
+        return shard
+    is_tensor = isinstance(rows, Tensor) and rows.device.type == "cpu"  # else a tree of what pytree puts in its place
+    return shard.of_rows(rows) if is_tensor else replace(shard, rows=rows)
+
+
+register_pytree_node(BatchShard, _flatten, _unflatten)
 
 
 def shard_batch(
@@ -305,6 +340,7 @@ class BatchSpec:
             valid=None if self.valid is None else select_tokens(self.valid),
             in_place=in_place,
             jump=self.jump,
+            rows=torch.arange(self.rows, device="cpu"),
         )
         return {**self.others, **local}
 

@@ -106,7 +106,7 @@ def train(group: ProcessGroup, seed: int, schedule: str, strategy: str) -> None:
         losses = F.cross_entropy(logits.mT, labels, reduction="none")
         return seqpar.token_loss(losses, labels, sharding=sharding)
 
-    made = [PipelineStage(p, i, count, torch.device("cpu"), group=pp) for p, i in zip(parts, stages, strict=True)]
+    made = [PipelineStage(parts[n], i, count, torch.device("cpu"), group=pp) for n, i in enumerate(stages)]
     make: Any = getattr(pipelining, f"Schedule{schedule}")
     run = make(made[0] if schedule in SINGLE else made, MICRO_BATCHES, loss_fn=loss_of)
     torch.manual_seed(seed)  # the ranks have drawn weights of different stages

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler
 
 pytest.importorskip("transformers")
@@ -224,6 +226,20 @@ def test_shard_batch_with_a_sharding(pool: Pool) -> None:
     messages = pool.run(3, shard_with_a_sharding)
     assert messages[1].startswith("ValueError: batch: its rows have 34 tokens, but the sharding is of seq_len=33")
     assert all(messages[rank].startswith("RuntimeError: rank(s) [1]") for rank in (0, 2))
+
+
+def test_micro_batches_of_a_pipeline() -> None:
+    """torch's schedules split the shard with the tensors. Each micro-batch has the mask and labels of its rows."""
+    local = shard_for_rank(make_batch("right", 30, rows=4), 2, 1, "zigzag")
+    shard = local["seqpar"]
+    parts = split_args_kwargs_into_chunks((), {"seqpar": shard, "position_ids": local["position_ids"]}, 2)[1]
+    for i, part in enumerate(kwargs["seqpar"] for kwargs in parts):
+        rows = slice(2 * i, 2 * i + 2)
+        assert torch.equal(part.mask.dense(30), shard.mask.dense(30)[rows]) and part.mask.batch == 2
+        assert torch.equal(part.valid, shard.valid[rows])
+        assert torch.equal(part.in_place[0], shard.in_place[0][rows])
+        assert (part.num_items, part.in_place[1]) == (shard.num_items, shard.in_place[1])
+    assert tree_map(lambda x: x, shard) is shard
 
 
 # For each fault: this rank's batch, and what the error says on every rank.

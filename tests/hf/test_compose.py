@@ -353,14 +353,25 @@ class Stage(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
+def rows_of_documents(count: int, length: int) -> Batch:
+    """Rows of packed documents, each with boundaries of its own."""
+    batch = make_batch("plain", length, rows=count)
+    batch["position_ids"] = torch.arange(length).repeat(count, 1)
+    for row in range(count):
+        for start in (5 + 3 * row, 30 - 2 * row):
+            batch["position_ids"][row, start:] = torch.arange(length - start)
+            batch["labels"][row, start] = -100
+    return batch
+
+
 @on_ranks
-def pipelined(group: ProcessGroup, expected: Result) -> None:
+def pipelined(group: ProcessGroup, batch: Batch, expected: Result) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "ring"))
     sequence, stages = mesh["ring"].get_group(), mesh["pp"].get_group()
     model = seqpar.hf.parallelize(tiny("llama"), group=sequence)
     first = stages.rank() == 0
     part = Stage(model, first)
-    local = seqpar.hf.shard_batch(make_batch("plain", 46, rows=4), group=sequence)
+    local = seqpar.hf.shard_batch(batch, group=sequence)
     shard = local["seqpar"]
 
     def loss_of(logits: Tensor, target: Tensor) -> Tensor:
@@ -381,9 +392,11 @@ def pipelined(group: ProcessGroup, expected: Result) -> None:
     assert worst(ours, {name: expected.gradients[name] for name in ours}) < GRADIENT
 
 
-def test_pipeline_stages(pool: Pool) -> None:
-    """2 data-parallel replicas x 2 stages x 2 sequence ranks."""
-    pool.run(8, pipelined, one_device("llama", make_batch("plain", 46, rows=4)))
+@pytest.mark.parametrize("how", ["plain", "right", "documents"])
+def test_pipeline_stages(pool: Pool, how: str) -> None:
+    """2 data-parallel replicas x 2 stages x 2 sequence ranks. Each micro-batch has its own documents or padding."""
+    batch = rows_of_documents(4, 46) if how == "documents" else make_batch(how, 46, rows=4)
+    pool.run(8, pipelined, batch, one_device("llama", batch))
 
 
 @on_ranks
