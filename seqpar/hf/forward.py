@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..checks import no_compile
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
@@ -22,7 +22,15 @@ from .generate import shard_generation
 from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
 from .loss import TokenLoss, check_loss, replace_loss_function, version_of
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
-from .support import cache_of, check_adapters, computes_cross_entropy, parameters_of, predicts_in_place, recomputes
+from .support import (
+    cache_of,
+    check_adapters,
+    computes_cross_entropy,
+    parameters_of,
+    pools_last_token,
+    predicts_in_place,
+    recomputes,
+)
 
 _ROPE_TYPES = ("dynamic", "longrope")
 _NOISE = "neftune_noise_alpha"
@@ -67,6 +75,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     _check_unchanged(model)
     _check_wrapper(model, patch)
     _gather_for_loss(model)
+    _read_scores_last(model)
     replace_loss_function(model, patch, model)  # the user may have set another one
     parameters = parameters_of(model)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
@@ -236,6 +245,14 @@ def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         forward.scores = output
 
 
+def _read_scores_last(model: nn.Module) -> None:
+    """Let ``after_score`` run after the hooks that were registered since ``parallelize``."""
+    if pools_last_token(model):
+        for module in cast(nn.Module, model.score).modules():
+            for key in [key for key, hook in module._forward_hooks.items() if hook is after_score]:
+                module._forward_hooks.move_to_end(key)
+
+
 @no_compile
 def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Replace the input ``[..., seq, hidden]`` of the output embedding.
@@ -248,8 +265,7 @@ def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | Non
         return None
     if forward.full_call is not None and (keep := forward.full_call.keep) is not None:
         return (args[0].index_select(-2, keep.to(args[0].device)), *args[1:])
-    is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
-    if not forward.wants_loss or not is_plain or not keeps_weight(cast(nn.Linear, head), forward.model):
+    if not forward.wants_loss or not _only_multiplies(head, forward.model):
         return None
     forward.hidden = args[0]
     return (args[0][..., :0, :], *args[1:])
@@ -264,16 +280,25 @@ def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLo
     return LazyLogits(cast(nn.Linear, head), hidden)
 
 
-def keeps_weight(head: nn.Linear, model: nn.Module) -> bool:
-    """Whether the full weight of ``head`` is available until the forward of ``model`` ends.
+def _only_multiplies(head: nn.Module, model: nn.Module) -> bool:
+    """Whether ``head`` does nothing but multiply by a weight that is available until the forward of ``model`` ends.
 
-    A wrapper that shards ``head`` by itself gathers its weight only for the forward of ``head``.
+    False for a subclass of ``nn.Linear`` (quantized, low-rank), a forward that was set on the instance, or hooks. A
+    wrapper that shards ``head`` by itself gathers its weight only for the forward of ``head``.
     """
-    if isinstance(head, FSDPModule) or isinstance(head.weight, DTensor):
+    if type(head) is not nn.Linear or head is not cast(Any, model).get_output_embeddings():
+        return False  # the second: a wrapper around the head was made after ``parallelize``
+    if "forward" in vars(head) or _has_any_global_hook():
         return False
+    hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
+    for hook in (hook for of_kind in hooks for hook in of_kind.values()):
+        # DeepSpeed's hooks gather the weight of every module, and count its operations.
+        if hook not in (before_head, after_head) and not str(getattr(hook, "__module__", "")).startswith("deepspeed."):
+            return False
     if any(isinstance(m, FullyShardedDataParallel) and m.module is head for m in model.modules()):
         return False
-    return tuple(head.weight.shape) == (head.out_features, head.in_features)
+    plain = all(x is None or type(x) in (nn.Parameter, Tensor) for x in (head.weight, head.bias))
+    return plain and tuple(head.weight.shape) == (head.out_features, head.in_features)
 
 
 def _gather_for_loss(model: nn.Module) -> None:

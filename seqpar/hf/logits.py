@@ -33,21 +33,26 @@ class LazyLogits:
 
     If the model computes a loss, its output embedding returns this object, and ``TokenLoss`` computes the logits of a
     few tokens at a time. The elementwise operations below return another ``LazyLogits``. Any other operation computes
-    the logits of all tokens.
+    the logits of all tokens, which then are what this object stands for, so that it may change them in place.
     """
 
     def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: Pointwise | None = None) -> None:
         self.head = head  # the output embedding
         self.hidden = hidden  # [..., hidden], its input
         self.pointwise = pointwise  # applied to the logits
+        self.full: Tensor | None = None  # the logits, once they are computed
 
     def materialize(self) -> Tensor:
         """The logits ``[..., vocabulary]``."""
-        logits = F.linear(self.hidden, self.head.weight, self.head.bias)
-        return self.pointwise(logits) if self.pointwise else logits
+        if self.full is None:
+            logits = F.linear(self.hidden, self.head.weight, self.head.bias)
+            self.full = self.pointwise(logits) if self.pointwise else logits
+        return self.full
 
-    def _then(self, function: Pointwise) -> LazyLogits:
+    def _then(self, function: Pointwise) -> Any:
         before = self.pointwise
+        if self.full is not None:
+            return function(self.full)
         return LazyLogits(self.head, self.hidden, (lambda x: function(before(x))) if before else function)
 
     def _binary(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
@@ -63,10 +68,10 @@ class LazyLogits:
 
     __rmul__ = __mul__
 
-    def float(self) -> LazyLogits:
+    def float(self) -> Any:
         return self._then(lambda x: x.float())
 
-    def tanh(self) -> LazyLogits:
+    def tanh(self) -> Any:
         return self._then(torch.tanh)
 
     @classmethod
@@ -83,6 +88,9 @@ class LazyLogits:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.materialize()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.materialize()[index] = value
 
 
 _READ_BY_WRAPPERS = {getattr(Tensor, name).__get__ for name in ("dtype", "device", "requires_grad", "grad_fn")}
@@ -162,6 +170,8 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
 
     Lazy logits ``[batch, seq, vocabulary]`` are computed for ``chunk`` tokens at a time, and again in backward.
     """
+    if isinstance(logits, LazyLogits) and logits.full is not None:
+        logits = logits.full
     if not isinstance(logits, LazyLogits):
         flat = logits.flatten(0, 1).float()
         return -F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape)

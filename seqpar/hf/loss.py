@@ -110,7 +110,7 @@ class TokenLoss:
         full_tokens = labels.numel() // max(labels.shape[-1], 1) * shard.seq_len
         few_count = shard.num_items is None or shard.num_items < full_tokens / 2
         labels = labels.reshape(-1)  # [tokens]
-        if isinstance(logits, LazyLogits):
+        if isinstance(logits, LazyLogits) and logits.full is None:
             hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
             total = fused_cross_entropy(
                 hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.settings.loss_chunk, few_count

@@ -5,23 +5,27 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import register_module_forward_hook
 
 pytest.importorskip("transformers")
 
 import transformers
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import seqpar
 import seqpar.hf
 from seqpar.hf.key_values import has_latent_kv
-from seqpar.hf.logits import MissingLogits
+from seqpar.hf.logits import LazyLogits, MissingLogits
 from seqpar.hf.state import NAME
 from seqpar.hf.trial import run_trial
 
@@ -205,16 +209,9 @@ def loss_of(model: Any, batch: str = "plain") -> float:
 def test_loss_computes_no_logits() -> None:
     model = local_model("gemma2")
     local = seqpar.hf.shard_batch(make_batch("plain"))
-    widest = 0
-
-    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-        nonlocal widest
-        widest = max(widest, output.numel())
-
-    # Prepended, so that it sees the output of the output embedding itself.
-    model.lm_head.register_forward_hook(watch, prepend=True)
-    output = model(**local)
-    assert widest == 0 and isinstance(output.logits, MissingLogits)
+    with mock.patch.object(LazyLogits, "materialize", side_effect=AssertionError):
+        output = model(**local)
+    assert isinstance(output.logits, MissingLogits)
     assert abs(output.loss.item() - one_device_of("gemma2", "plain").loss) < LOSS
     del local["labels"]
     assert model(**local).logits.shape == (2, 45, VOCAB)
@@ -233,6 +230,98 @@ def test_loss_of_materialized_logits() -> None:
     model.get_output_embeddings = lambda: model.lm_head
     seqpar.hf.parallelize(model, strategy="local")
     assert abs(loss_of(model) - one_device_of("llama", "plain").loss) < LOSS
+
+
+class Doubled(Tensor):
+    """A weight whose products are twice as large, as a quantized weight decides itself how it multiplies."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not F.linear:
+            return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+        with torch._C.DisableTorchFunctionSubclass():
+            return 2 * F.linear(*args, **(kwargs or {}))
+
+
+def with_weight(head: nn.Linear) -> None:
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Doubled))
+
+
+def with_forward(head: Any) -> None:
+    head.forward = lambda x: F.linear(3 * x, head.weight)
+
+
+def in_place(head: nn.Module, args: Any, output: Tensor) -> None:
+    output[..., 7] = -5.0
+    output.mul_(0.5)
+
+
+HEADS: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda head: head.register_forward_hook(lambda head, args, output: 0.5 * output.float()),
+    "hook in place": lambda head: head.register_forward_hook(in_place),
+    "hook with keywords": lambda head: head.register_forward_hook(
+        lambda head, args, kwargs, output: output / 3, with_kwargs=True
+    ),
+    "hook before": lambda head: head.register_forward_pre_hook(lambda head, args: (2 * args[0],)),
+    "hook of gradients": lambda head: head.register_full_backward_hook(lambda head, d_in, d_out: (3 * d_in[0],)),
+    "hook before gradients": lambda head: head.register_full_backward_pre_hook(lambda head, d_out: (3 * d_out[0],)),
+    "forward": with_forward,
+    "weight": with_weight,
+}
+
+
+@pytest.mark.parametrize("how", HEADS)
+def test_nothing_in_the_head_is_skipped(how: str) -> None:
+    """Also if it was changed after ``parallelize``."""
+    batch, model = make_batch("plain"), tiny("llama")
+    HEADS[how](model.lm_head)
+    expected = trained(model, batch)
+    before, after = tiny("llama"), local_model("llama")
+    HEADS[how](before.lm_head)
+    HEADS[how](after.lm_head)
+    for model in (seqpar.hf.parallelize(before, strategy="local"), after):
+        check(trained(model, batch), expected, how)
+
+
+def test_no_hook_of_a_score_is_skipped() -> None:
+    def classifier() -> Any:
+        return tiny("llama", auto=transformers.AutoModelForSequenceClassification, num_labels=3)
+
+    batch = {"input_ids": make_batch("plain")["input_ids"], "labels": torch.tensor([2, 0])}
+    model, before, after = classifier(), classifier(), seqpar.hf.parallelize(classifier(), strategy="local")
+    for x in (model, before, after):
+        x.score.register_forward_hook(lambda head, args, output: output / 3)
+    expected = trained(model, batch)
+    for x in (seqpar.hf.parallelize(before, strategy="local"), after):
+        check(trained(x, batch), expected)
+
+
+def test_no_global_hook_is_skipped() -> None:
+    def halve(module: nn.Module, args: Any, output: Any) -> Any:
+        return output / 2 if isinstance(module, nn.Linear) and module.out_features == VOCAB else None
+
+    batch, model = make_batch("plain"), local_model("llama")
+    handle = register_module_forward_hook(halve)
+    try:
+        check(trained(model, batch), trained(tiny("llama"), batch))
+    finally:
+        handle.remove()
+
+
+def test_logits_that_the_model_changes_in_place() -> None:
+    """The model's own forward may do so, between its output embedding and its loss."""
+    reserved = Tensor([1.0 if i == 7 else 0.0 for i in range(VOCAB)]).bool()
+
+    class Masked(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            logits = self.lm_head(self.model(input_ids=input_ids, position_ids=position_ids, **kwargs)[0])
+            logits.masked_fill_(reserved, -9.0)
+            logits[..., 9] = -5.0
+            return CausalLMOutputWithPast(loss=self.loss_function(logits / 2, labels, VOCAB, **kwargs))
+
+    batch, model, ours = make_batch("plain"), tiny("llama"), tiny("llama")
+    model.__class__ = ours.__class__ = Masked
+    check(trained(seqpar.hf.parallelize(ours, strategy="local"), batch), trained(model, batch))
 
 
 @pytest.mark.parametrize("kind", MECHANISMS)
