@@ -249,8 +249,9 @@ def _read_scores_last(model: nn.Module) -> None:
     """Let ``after_score`` run after the hooks that were registered since ``parallelize``."""
     if pools_last_token(model):
         for module in cast(nn.Module, model.score).modules():
-            for key in [key for key, hook in module._forward_hooks.items() if hook is after_score]:
-                module._forward_hooks.move_to_end(key)
+            hooks: Any = module._forward_hooks  # an OrderedDict
+            for key in [key for key, hook in hooks.items() if hook is after_score]:
+                hooks.move_to_end(key)
 
 
 @no_compile
