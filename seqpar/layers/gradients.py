@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checks import check_choice, check_module
 from ..comm.collectives import all_reduce
-from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
+from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..comm.waiting import operation, run
 from ..mesh import all_ranks_group, averaged_dimensions, dimension_group, global_ranks, sequence_group, size_of
 from ..strategies.gemm import sum_dtype
@@ -72,10 +72,12 @@ def sync_gradients(
             gradient on any rank.
         RuntimeError: another rank raised an error on its own gradients.
     """
-    check_choice("reduce", reduce, get_args(Reduce))
-    by_ranks = _by_ranks(module, mesh, group, ignore)
-    losses = size_of(all_ranks_group(mesh, group)) if reduce == "sum" else 1
-    found = [_sync(named, ranks, size_of(ranks) / losses) for ranks, named in by_ranks.items()]  # alike on every rank
+    ranks = all_ranks_group(mesh, group)
+    with propagate_errors(ranks):
+        check_choice("reduce", reduce, get_args(Reduce))
+        by_ranks = _by_ranks(module, mesh, group, ignore)
+    losses = size_of(ranks) if reduce == "sum" else 1
+    found = [_sync(named, holders, size_of(holders) / losses) for holders, named in by_ranks.items()]  # in one order
     if by_ranks and not any(found):
         raise ValueError(
             f"module={type(module).__name__}: no parameter has a gradient on any rank; call sync_gradients after "
@@ -216,20 +218,21 @@ class _Gradients(NamedTuple):
 
 
 def _check_same_parameters(
-    named: Named, ranks: ProcessGroup | None, check: Callable[[], Sequence[int]] = tuple
+    named: Named, ranks: ProcessGroup | None, kinds: Callable[[], Sequence[int]] = tuple, divisor: float = 1
 ) -> bool:
-    """Raise unless the ranks' parameters are alike. Returns whether ``check()`` returns the same on all ranks."""
+    """Raise unless the ranks' parameters and divisors are alike. Returns whether ``kinds()`` are."""
 
     def header() -> _Gradients:
         description = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
-        return _Gradients(len(named), fingerprint(description), fingerprint(*check()))
+        return _Gradients(len(named), fingerprint(description, divisor), fingerprint(*kinds()))
 
     headers = all_gather_header(header, ranks)
     if any(header[:2] != headers[0][:2] for header in headers):
         counts = [header.parameters for header in headers]
         raise ValueError(
-            f"module: the ranks' trainable parameters differ in number ({counts}), name, shape or dtype; "
-            "build the same module on every rank, or pass the parameters that differ as ignore="
+            f"module: the ranks' trainable parameters differ in number ({counts}), name, shape or dtype, or the ranks "
+            "pass other values of reduce; build the same module on every rank, or pass the parameters that differ as "
+            "ignore="
         )
     return all(header == headers[0] for header in headers)
 
@@ -244,7 +247,7 @@ def _sync(named: Named, ranks: ProcessGroup | None, divisor: float) -> bool:
         return dtypes
 
     # Ranks may lack different gradients, such as an expert's that received no tokens of one rank.
-    if not _check_same_parameters(named, ranks, kinds):
+    if not _check_same_parameters(named, ranks, kinds, divisor):
         assert ranks is not None
         dtypes = _on_any_rank(torch.tensor(dtypes, dtype=torch.int32, device="cpu"), ranks).tolist()
     if ranks is None and divisor == 1:

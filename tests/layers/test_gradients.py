@@ -81,7 +81,7 @@ def sync_modules_that_differ(group: ProcessGroup, how: str) -> str:
         module = nn.Embedding(4, 2, sparse=True)
         module(torch.tensor([1])).sum().backward()
     try:
-        seqpar.sync_gradients(module, group=group)
+        seqpar.sync_gradients(module, group=group, reduce="sum" if how == "reduce" and odd else "mean")
     except (TypeError, ValueError) as error:
         return str(error)
     return ""
@@ -89,7 +89,13 @@ def sync_modules_that_differ(group: ProcessGroup, how: str) -> str:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("number", "differ in number ([2, 4])"), ("shape", "shape or dtype"), ("sparse", "sparse=False"), ("", "")],
+    [
+        ("number", "differ in number ([2, 4])"),
+        ("shape", "shape or dtype"),
+        ("sparse", "sparse=False"),
+        ("reduce", "reduce"),
+        ("", ""),
+    ],
 )
 def test_modules_that_differ(pool: Pool, how: str, words: str) -> None:
     for message in pool.run(2, sync_modules_that_differ, how):
