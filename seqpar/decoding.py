@@ -69,7 +69,7 @@ class KeyValueCache:
             raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding of the prompt's tokens")
         self.sharding = sharding
         self._layers: dict[Hashable, _CachedKeys] = {}
-        self._start, self._positions = -1, torch.empty(0, dtype=torch.int64)  # of the current new tokens
+        self._start, self._positions = -1, torch.empty(0, dtype=torch.int64, device="cpu")  # of the current new tokens
         self._intervals: Intervals = {}
 
     @property
@@ -86,7 +86,8 @@ class KeyValueCache:
         same tensor."""
         start = self._layers[layer].length
         if (start, count) != (self._start, len(self._positions)):
-            self._start, self._positions, self._intervals = start, torch.arange(start, start + count), {}
+            self._start, self._intervals = start, {}
+            self._positions = torch.arange(start, start + count, device="cpu")
         return self._positions
 
     def attention(
@@ -340,7 +341,7 @@ def _key_intervals(
     # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
     key = mask, queries, repeats, len(positions), device, with_positions
     if key not in intervals:
-        rows = torch.arange(queries.start, queries.stop).repeat_interleave(repeats)
+        rows = torch.arange(queries.start, queries.stop, device="cpu").repeat_interleave(repeats)
         lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
         is_empty = not bool((lo < hi).any())
         k_positions = positions if with_positions else rows  # which nothing reads

@@ -50,7 +50,7 @@ WITHOUT_HOOKS = (
 )
 # The code of the functions that transformers combines into a mask.
 _AND, _OR = and_masks().__code__, or_masks().__code__
-_PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_PACKED = packed_sequence_mask_function(torch.empty(0, device="cpu")).__code__
 _REMAP = remap_positions_for_packed_sequence(None, None).__code__
 _COMPLETE: LayerMask = (False, None, None)  # of a mask to which the layer adds nothing
 _RANDOM_KEYS = 4  # for each query, how many keys are compared besides the ends of its interval
@@ -254,12 +254,12 @@ def _is_layer_mask(function: MaskFunction, layer: LayerMask, tokens: int) -> boo
     """Whether ``function`` is ``layer_mask`` for rows without padding and documents."""
     mask = layer_mask(Mask.full(), *layer)
     size = layer[1] or layer[2] or 0
-    near = torch.cat([torch.arange(max(0, x - 3), x + 4) for x in (size, 2 * size)])
-    length = max(tokens, 3 * size)
+    near = torch.cat([torch.arange(max(0, x - 3), x + 4, device="cpu") for x in (size, 2 * size)])
+    length, all_tokens = max(tokens, 3 * size), torch.arange(tokens, device="cpu")
     try:
-        return _agrees(function, mask, torch.cat([torch.arange(tokens), near[near < length]]), length)
+        return _agrees(function, mask, torch.cat([all_tokens, near[near < length]]), length)
     except IndexError:  # the function refers to a tensor with a value for each token of the trial run
-        return _agrees(function, mask, torch.arange(tokens), tokens)
+        return _agrees(function, mask, all_tokens, tokens)
 
 
 def _agrees(
@@ -271,7 +271,7 @@ def _agrees(
     """
     device = torch.device("cpu") if valid is None else valid.device
     lo, hi = (torch.atleast_2d(x).expand(rows, -1)[..., None] for x in mask.intervals(queries))  # [rows, n, 1]
-    step = torch.arange(1, _RANDOM_KEYS + 1) * 2654435761
+    step = torch.arange(1, _RANDOM_KEYS + 1, device="cpu") * 2654435761
     some = ((queries[:, None] + 1) * step % length).expand(rows, -1, -1)
     keys = torch.cat([lo - 1, lo, hi - 1, hi, some], -1)  # [rows, n, keys]
     expected = (keys >= lo) & (keys < hi)
@@ -280,7 +280,8 @@ def _agrees(
     row = torch.arange(rows, device=device)[:, None, None]
     if valid is not None:
         compared &= valid[row, inside] & valid[row, query[None, :, None]]
-    visible = torch.as_tensor(function(row, row.new_zeros(()), query[None, :, None], inside)).expand(inside.shape)
+    with device:  # the function may make tensors on PyTorch's default device
+        visible = torch.as_tensor(function(row, row.new_zeros(()), query[None, :, None], inside)).expand(inside.shape)
     return bool((~compared | (visible == expected.to(device))).all())
 
 
@@ -293,7 +294,7 @@ def mask_of_function(function: MaskFunction, valid: Tensor, windows: Iterable[in
     """
     rows, length = valid.shape
     blocks = _blocks(function, rows, length, valid.device)
-    queries = torch.arange(length)
+    queries = torch.arange(length, device="cpu")
     for window in dict.fromkeys(windows):
         if window is None:
             candidates = [Mask.causal(blocks)]
@@ -311,7 +312,8 @@ def mask_of_function(function: MaskFunction, valid: Tensor, windows: Iterable[in
 def _blocks(function: MaskFunction, rows: int, length: int, device: torch.device) -> list[Any]:
     """For each row, or once for all rows, the first token of each block, and one past the last."""
     row, query = torch.arange(rows, device=device)[:, None], torch.arange(length - 1, device=device)[None]
-    visible = torch.as_tensor(function(row, row.new_zeros(()), query, query + 1)).expand(rows, length - 1)
+    with device:
+        visible = torch.as_tensor(function(row, row.new_zeros(()), query, query + 1)).expand(rows, length - 1)
     change = F.pad(visible.int(), (1, 1)).diff(dim=1).cpu()  # [rows, length]: blocks start and stop
     blocks: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
     for (r, start), (_, stop) in zip((change == 1).nonzero().tolist(), (change == -1).nonzero().tolist(), strict=True):

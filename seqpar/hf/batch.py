@@ -445,10 +445,11 @@ def documents_from_boundaries(cu_seq_lens: Any, batch: int, length: int) -> Docu
 
 def restarting_positions(documents: Documents, length: int) -> Tensor:
     """Position ids ``[len(documents), length]`` that restart at 0 at each boundary."""
-    ids = torch.arange(length).repeat(len(documents), 1)
+    index = torch.arange(length, device="cpu")
+    ids = index.repeat(len(documents), 1)
     for row, edges in zip(ids, documents, strict=True):
-        starts = torch.tensor([edge for edge in edges if edge < length])
-        row -= starts[torch.searchsorted(starts, torch.arange(length), right=True) - 1]
+        starts = torch.tensor([edge for edge in edges if edge < length], device="cpu")
+        row -= starts[torch.searchsorted(starts, index, right=True) - 1]
     return ids
 
 

@@ -93,7 +93,11 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
     tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, shard.layout) for rank in range(patch.ranks))
     logits = tokens
     if keeps_some:
-        wanted = keep.cpu() % shard.seq_len if isinstance(keep, Tensor) else torch.arange(shard.seq_len)[-keep:]
+        wanted = (
+            keep.cpu() % shard.seq_len
+            if isinstance(keep, Tensor)
+            else torch.arange(shard.seq_len, device="cpu")[-keep:]
+        )
         logits = tuple(torch.isin(wanted, positions).nonzero().flatten() for positions in tokens)
         local_keep = torch.searchsorted(tokens[patch.rank], wanted[logits[patch.rank]])
         local["logits_to_keep"] = local_keep.to(local["position_ids"].device)
@@ -112,7 +116,7 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
     pad, ids = model.config.get_text_config().pad_token_id, batch.get("input_ids")
     if pad is None or ids is None:
         rows, seq_len = batch["inputs_embeds" if ids is None else "input_ids"].shape[:2]
-        return torch.full((rows,), seq_len - 1)
+        return torch.full((rows,), seq_len - 1, device="cpu")
     last: Tensor = (torch.arange(ids.shape[1], device=ids.device) * (ids != pad)).argmax(-1)
     return last
 

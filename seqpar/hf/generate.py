@@ -77,7 +77,7 @@ def shard_generation(
             "pixel_values: images were passed with a prompt shorter than the number of ranks, or after the cache was "
             "filled; pass all images to generate together with the first prompt"
         )
-    positions = torch.arange(past, total)
+    positions = torch.arange(past, total, device="cpu")
     cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
     _expect(cache, positions[cached_here], cached_here, total)
     kwargs["seqpar"] = DecodeShard(cache, past, padding)
@@ -132,7 +132,7 @@ class ShardedCacheLayer(DynamicLayer):
         self.total = 0  # the number of tokens of the full sequence so far
         # The global positions of ``keys``, increasing; and of the keys that the last ``update`` returned, before it
         # dropped keys outside the window.
-        self.positions = self.attended = torch.empty(0, dtype=torch.int64)
+        self.positions = self.attended = torch.empty(0, dtype=torch.int64, device="cpu")
         self._incoming: tuple[Tensor, Tensor | None, int] | None = None
         self._make_buffers()
 
@@ -192,7 +192,7 @@ class ShardedCacheLayer(DynamicLayer):
 
     def reset(self) -> None:
         self.keys, self.values, self.is_initialized = None, None, False
-        self.total, self.positions = 0, torch.empty(0, dtype=torch.int64)
+        self.total, self.positions = 0, torch.empty(0, dtype=torch.int64, device="cpu")
         self._make_buffers()
 
     def crop(self, tokens_to_remove: int) -> None:

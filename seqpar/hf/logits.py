@@ -109,7 +109,7 @@ class MissingLogits(Tensor):
     @staticmethod
     def __new__(cls) -> MissingLogits:
         # Mixed precision converts outputs only if they are of a floating-point dtype.
-        return torch.Tensor._make_subclass(cls, torch.empty(0, dtype=torch.bool))
+        return torch.Tensor._make_subclass(cls, torch.empty(0, dtype=torch.bool, device="cpu"))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return "MissingLogits()"
@@ -190,7 +190,8 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
         checkpoint(score, x, head.weight, head.bias, y, use_reentrant=False, preserve_rng_state=False)
         for x, y in zip(rows.split(chunk), wanted.split(chunk), strict=True)
     ]
-    return torch.zeros(labels.numel(), device=rows.device).index_put((counted,), torch.cat(scored)).view(labels.shape)
+    scores = torch.zeros(labels.numel(), dtype=torch.float32, device=rows.device)
+    return scores.index_put((counted,), torch.cat(scored)).view(labels.shape)
 
 
 @dataclass

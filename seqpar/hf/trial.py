@@ -128,7 +128,7 @@ def run_trial(root: PreTrainedModel) -> Trial:
             same_kind = _run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(lambda name, default: trial.attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
-            positions = torch.arange(trial.length)[None].expand(trial.rows, -1)
+            positions = torch.arange(trial.length, device="cpu")[None].expand(trial.rows, -1)
             no_cache = {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
             output = root(input_ids=ids, position_ids=positions, **no_cache)
             callers = set(trial.attention_modules)
@@ -208,7 +208,8 @@ def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
         ids = getattr(config, name, None)
         special.update(ids if isinstance(ids, list) else [ids])
     ordinary = [i for i in range(min(config.vocab_size, 1000)) if i not in special][3 : length + 4]
-    tokens = torch.tensor([ordinary[i % (len(ordinary) - 1)] for i in range(length)]).repeat(rows, 1)
+    tokens = torch.tensor([ordinary[i % (len(ordinary) - 1)] for i in range(length)], device="cpu")
+    tokens = tokens.repeat(rows, 1)
     for row, token in enumerate(_CHANGED, start=1):
         tokens[row, token] = ordinary[-1]
     return tokens
@@ -291,15 +292,19 @@ def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
 def _substitute(x: Tensor) -> Tensor:
     """A tensor of the shape of ``x`` that takes a few kilobytes, because its rows overlap in memory."""
     if not x.is_floating_point():
-        return torch.zeros((), dtype=x.dtype).expand(x.shape)
+        return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape)
     shape = tuple(x.shape)
     size = sum(n - 1 for n in shape) + 1
-    values = torch.sin(torch.arange(size) * 1.7 + 0.3) * 0.5 + 0.1
+    values = torch.sin(_count(size) * 1.7 + 0.3) * 0.5 + 0.1
     overlapping = torch.as_strided(values, shape, (1,) * len(shape))
     if x.numel() <= _SMALL:
         overlapping = overlapping.contiguous()  # model code may call view() on small parameters
     # A parameter may only be replaced by another nn.Parameter.
     return nn.Parameter(overlapping, requires_grad=False)
+
+
+def _count(size: int) -> Tensor:
+    return torch.arange(size, dtype=torch.float32, device="cpu")
 
 
 # These functions would make a contiguous copy of a weight whose rows overlap in memory.
@@ -330,7 +335,7 @@ class _TokenwiseFunctions(TorchFunctionMode):
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             ids = args[0] if args else kwargs["input"]  # [...], to [..., channels] with different values for each id
-            return torch.sin((ids[..., None] + 1) * (torch.arange(weight.shape[-1]) * 0.37 + 1.0))
+            return torch.sin((ids[..., None] + 1) * (_count(weight.shape[-1]) * 0.37 + 1.0))
         return func(*args, **kwargs)
 
 
@@ -339,4 +344,4 @@ def _linear(x: Tensor, features: int) -> Tensor:
     x = x + 0.5 * x.roll(3, -1) + x.mean(-1, keepdim=True)
     copies = -(-features // x.shape[-1])
     out = x.repeat(*[1] * (x.dim() - 1), copies)[..., :features]
-    return out * (1 + 0.3 * torch.cos(torch.arange(features) * 0.9))
+    return out * (1 + 0.3 * torch.cos(_count(features) * 0.9))

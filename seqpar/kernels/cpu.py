@@ -177,5 +177,5 @@ def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> tuple[Tensor | N
     seen = (keys >= lo[:, None]) & (keys < hi[:, None])  # [q, k]
     blind = lo == hi
     seen[:, 0] |= blind
-    mask = torch.zeros(seen.shape, device="cpu").masked_fill_(~seen, -torch.inf)[None, None]
+    mask = torch.zeros(seen.shape, dtype=torch.float32, device="cpu").masked_fill_(~seen, -torch.inf)[None, None]
     return mask, blind if blind.any() else None

@@ -1,6 +1,9 @@
-"""The context ``torch.device`` changes nothing, because the package creates its host tensors on the CPU explicitly."""
+"""PyTorch's default device and dtype change nothing, because the package says both of every tensor that it makes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -16,11 +19,23 @@ from ..strategy_cases import LAYER_STRATEGIES
 MASK = Mask.documents([0, 5, 31, 38]) & Mask.sliding_window(20, 3)
 
 
+@contextmanager
+def default(what: torch.device | torch.dtype) -> Iterator[None]:
+    """In the block, tensors are made on this device, or with this dtype."""
+    before = torch.get_default_dtype()
+    with what if isinstance(what, torch.device) else nullcontext():
+        torch.set_default_dtype(what if isinstance(what, torch.dtype) else before)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+
 @on_ranks
-def layer_under_default_device(
-    group: ProcessGroup, strategy: str, backend: str, default_device: str
+def layer_under_default(
+    group: ProcessGroup, strategy: str, backend: str, what: torch.device | torch.dtype
 ) -> list[torch.Tensor]:
-    """The output over the full sequence, and the gradients of a layer that runs under another default device."""
+    """The output over the full sequence, and the gradients of a layer that runs under another default."""
     torch.manual_seed(3)
     layer = seqpar.ParallelAttention(
         hidden_size=24,
@@ -35,8 +50,8 @@ def layer_under_default_device(
         **LAYER_STRATEGIES[strategy],
     )
     x = torch.randn(2, 38, 24)
-    # Schedules are cached. No other test has this mask and length, so this one's is made under the default device.
-    with torch.device(default_device):
+    # Schedules are cached. No other test has this mask and length, so this one's is made under the default.
+    with default(what):
         layer.rope = seqpar.RotaryEmbedding(4)
         x_local = seqpar.shard(x, group=group, layout="zigzag").requires_grad_()
         y_local = layer(x_local, mask=MASK)
@@ -51,7 +66,17 @@ def layer_under_default_device(
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_the_default_device_does_not_matter(pool: Pool, strategy: str, backend: str) -> None:
-    under_meta = pool.run(4, layer_under_default_device, strategy, backend, "meta")
-    under_cpu = pool.run(4, layer_under_default_device, strategy, backend, "cpu")
-    for meta, cpu in zip(under_meta, under_cpu, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(meta, cpu, strict=True))
+    compare(pool, strategy, backend, torch.device("meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("strategy", ["ring", "hybrid", "tp_sp"])
+def test_the_default_dtype_does_not_matter(pool: Pool, strategy: str, dtype: torch.dtype) -> None:
+    compare(pool, strategy, "cpu", dtype)
+
+
+def compare(pool: Pool, strategy: str, backend: str, what: torch.device | torch.dtype) -> None:
+    under_other = pool.run(4, layer_under_default, strategy, backend, what)
+    usual = pool.run(4, layer_under_default, strategy, backend, torch.device("cpu"))
+    for other, expected in zip(under_other, usual, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(other, expected, strict=True))

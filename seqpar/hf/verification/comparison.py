@@ -98,8 +98,8 @@ class FullBatch:
         rows, self.seq_len = tokens.shape[:2]
         shape = (rows, self.seq_len)
         self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.settings.layout)  # [s_local]
-        index = torch.arange(self.seq_len)
-        self.valid = torch.ones(shape, dtype=torch.bool)  # False for padding
+        index = torch.arange(self.seq_len, device="cpu")
+        self.valid = torch.ones(shape, dtype=torch.bool, device="cpu")  # False for padding
         boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
         for name in UNUSED_NAMES:
             entries.pop(name, None)
@@ -108,7 +108,7 @@ class FullBatch:
         if self.merges and isinstance(ids, Tensor) and ids.dim() == 3:
             ids = ids[0] if len(ids) == 4 else None  # [4, b, s]: row 0 counts the tokens, the others are for images
         if boundaries and boundaries[0] is not None:
-            edges = [torch.tensor(row) for row in document_boundaries(boundaries[0])]
+            edges = [torch.tensor(row, device="cpu") for row in document_boundaries(boundaries[0])]
             documents = torch.stack([torch.searchsorted(row[1:], index, right=True) for row in edges]).expand(shape)
             starts = torch.stack([row[torch.searchsorted(row, index, right=True) - 1] for row in edges])
             self.valid = torch.stack([index < row[-1] for row in edges]).expand(shape)
@@ -201,7 +201,7 @@ def compare_inputs(ours: Recording, theirs: Recording, batch: FullBatch, patch: 
 def _input_causes(name: str, full: Tensor, patch: Patch, batch: FullBatch) -> Iterator[tuple[Tensor | None, str]]:
     """Wrong parts of ``full [..., s]`` that a rank may have, each with a sentence. The last one is any part."""
     if name == "position_ids":
-        count = torch.arange(len(batch.positions)).expand(*full.shape[:-1], -1)
+        count = torch.arange(len(batch.positions), device="cpu").expand(*full.shape[:-1], -1)
         yield count, "they count this rank's tokens, not the tokens of the sequence"
     for layout in LAYOUTS:
         if layout != patch.settings.layout:
@@ -296,7 +296,7 @@ def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: 
     module, options = theirs.options[place.layer]
     q, k, v, right = (theirs.tensors[Place(place.layer, name)] for name in ("query", "key", "value", "attention"))
     local, positions = ours.tensors[place], batch.positions
-    i, j = positions[:, None], torch.arange(batch.seq_len)[None]
+    i, j = positions[:, None], torch.arange(batch.seq_len, device="cpu")[None]
     is_causal = options.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window, chunk = window_and_chunk(module, options.get("sliding_window"))
@@ -319,7 +319,7 @@ def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: 
     scale, softcap = options.get("scaling") or q.shape[-1] ** -0.5, options.get("softcap")
     valid = batch.valid.index_select(1, positions)
     for missing in (*parts, *filter(None, [images]), *([] if sinks is None else ["its sinks"])):
-        mask = torch.ones(1, 1, 1, dtype=torch.bool)
+        mask = torch.ones(1, 1, 1, dtype=torch.bool, device="cpu")
         for name, part in {**parts, "causality": alone}.items() if missing == images else parts.items():
             mask = mask & (part if name != missing else True)
         q_local = q.index_select(1, positions)

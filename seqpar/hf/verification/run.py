@@ -314,10 +314,13 @@ class _Verification:
                 "verify the transformers model inside it"
             )
         if x.dim() == 2:  # [batch, labels]: one prediction per row, on every rank
-            return (x.float() * torch.cos(torch.arange(x.numel(), device=x.device)).view(x.shape)).sum() / len(x)
+            return (
+                x.float() * torch.cos(torch.arange(x.numel(), dtype=torch.float32, device=x.device)).view(x.shape)
+            ).sum() / len(x)
         alone = alone or x.shape[1] == self.batch.seq_len  # an all-gathered output has all tokens on every rank
-        positions = torch.arange(self.batch.seq_len) if alone else self.batch.positions
-        weight = torch.cos(positions[:, None] + 0.7 * torch.arange(x.shape[2]))  # [seq, channels]
+        positions = torch.arange(self.batch.seq_len, device="cpu") if alone else self.batch.positions
+        channels = torch.arange(x.shape[2], dtype=torch.float32, device="cpu")
+        weight = torch.cos(positions[:, None] + 0.7 * channels)  # [seq, channels]
         valid = self.batch.valid.index_select(1, positions).to(x.device)
         total = (x.float() * weight.to(x.device) * valid[..., None]).sum() / x[..., 0, :].numel()
         return total if alone else reduce_over_ranks(total, self.patch, self.root)
