@@ -56,7 +56,7 @@ class Part(nn.Module):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor) -> Tensor:
         """``cu_seqlens``: the boundaries of each row's documents, ``[b, documents + 1]``."""
-        mask = Mask.documents([row.unique().tolist() for row in cu_seqlens])
+        mask = Mask.documents(cu_seqlens)
         x = x if self.embed is None else self.embed(x)
         for block in self.blocks.values():
             x = block(x, mask, self.sharding)
@@ -86,7 +86,10 @@ def stages_of(schedule: str, rank: int, ranks: int) -> list[int]:
 
 @on_ranks
 def train(group: ProcessGroup, seed: int, schedule: str, strategy: str) -> None:
-    """Two stages' ranks x two ranks of a sequence. Two steps of four micro-batches, whose losses are averaged."""
+    """Two ranks of the pipeline x two of a sequence, and two steps of four micro-batches.
+
+    With the ring, the losses of the micro-batches are averaged. With Ulysses, the loss is the mean over all labels.
+    """
     torch.manual_seed(seed)
     mesh = mesh_of(("pp", "ring"), (2, 2))
     sharding = Sharding(TOKENS, "zigzag", mesh=mesh["ring"])
@@ -102,28 +105,34 @@ def train(group: ProcessGroup, seed: int, schedule: str, strategy: str) -> None:
     for part in parts:
         part.load_state_dict(local.state_dict(), strict=False)
 
+    averages, total = strategy == "ring", torch.zeros(())
+
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
         losses = F.cross_entropy(logits.mT, labels, reduction="none")
-        return seqpar.token_loss(losses, labels, sharding=sharding)
+        return seqpar.token_loss(losses, labels, sharding=sharding) if averages else losses.sum() / total
 
     made = [PipelineStage(parts[n], i, count, torch.device("cpu"), group=pp) for n, i in enumerate(stages)]
     make: Any = getattr(pipelining, f"Schedule{schedule}")
-    run = make(made[0] if schedule in SINGLE else made, MICRO_BATCHES, loss_fn=loss_of)
+    run = make(made[0] if schedule in SINGLE else made, MICRO_BATCHES, loss_fn=loss_of, scale_grads=averages)
     torch.manual_seed(seed)  # the ranks have drawn weights of different stages
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (local, modules)]
     for _ in range(STEPS):
         ids, labels, cu_seqlens = random_batch(2 * MICRO_BATCHES)
         losses: list[Tensor] = []
+        total = (labels != -100).sum()
         ids_local, labels_local = sharding.shard(ids), sharding.shard(labels)
         given = {"target": labels_local, "losses": losses} if count - 1 in stages else {}
         run.step(*([ids_local] if 0 in stages else []), cu_seqlens=cu_seqlens, **given)
-        seqpar.sync_gradients(modules, mesh=mesh["ring"])
-        logits = [local(*x) for x in zip(ids.chunk(MICRO_BATCHES), cu_seqlens.chunk(MICRO_BATCHES), strict=True)]
-        targets = labels.chunk(MICRO_BATCHES)
-        expected = torch.stack([F.cross_entropy(x.mT, y) for x, y in zip(logits, targets, strict=True)])
-        expected.mean().backward()
-        if count - 1 in stages:
-            torch.testing.assert_close(torch.stack(losses), expected)
+        seqpar.sync_gradients(modules, mesh=mesh["ring"], reduce="mean" if averages else "sum")
+        logits = local(ids, cu_seqlens)
+        if averages:
+            parts_of_batch = zip(logits.chunk(MICRO_BATCHES), labels.chunk(MICRO_BATCHES), strict=True)
+            expected = torch.stack([F.cross_entropy(x.mT, y) for x, y in parts_of_batch]).mean()
+        else:
+            expected = F.cross_entropy(logits.mT, labels)
+        expected.backward()
+        if averages and count - 1 in stages:
+            torch.testing.assert_close(torch.stack(losses).mean(), expected)
         theirs = dict(local.named_parameters())
         for part in parts:
             for name, p in part.named_parameters():
