@@ -250,7 +250,7 @@ def _read_scores_last(model: nn.Module) -> None:
     if pools_last_token(model):
         for module in cast(nn.Module, model.score).modules():
             for key in [key for key, hook in module._forward_hooks.items() if hook is after_score]:
-                module._forward_hooks.move_to_end(key)
+                cast(Any, module._forward_hooks).move_to_end(key)
 
 
 @no_compile

@@ -47,6 +47,7 @@ class Trial:
     def __init__(self, root: PreTrainedModel) -> None:
         self.attention_modules: list[nn.Module] = []  # that called the attention function
         self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
+        self.functions: list[Any] = []  # the attention functions that the layers would have called
         self.scalings: dict[str, float | None] = {}  # by the layer's name, what it passes to the attention function
         self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
         # Name and class of the innermost module whose output for a token depends on other tokens, and of the innermost
@@ -114,6 +115,12 @@ def attend_to_own_token(
 def run_trial(root: PreTrainedModel) -> Trial:
     """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards."""
     trial = Trial(root)
+    implementation = root.config.get_text_config()._attn_implementation
+
+    def attend(name: str, function: Any, look_up: Callable[[str], Any]) -> Any:
+        trial.functions.append(look_up(implementation))
+        return trial.attend
+
     with ExitStack() as stack:
         try:
             stack.enter_context(_substitutes(root, trial.mask_calls))
@@ -126,7 +133,7 @@ def run_trial(root: PreTrainedModel) -> Trial:
                 stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(trial.after).remove)
             same_kind = _run_one_of_each_kind(root)
-            stack.enter_context(replaced_interface(lambda name, default: trial.attend))
+            stack.enter_context(replaced_interface(attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             positions = torch.arange(trial.length)[None].expand(trial.rows, -1)
             no_cache = {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
@@ -241,12 +248,16 @@ def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
 
 
 @contextmanager
-def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
-    """In the block, transformers models get ``replace(implementation, function)`` as their attention function."""
+def replaced_interface(replace: Callable[..., Any]) -> Iterator[None]:
+    """In the block, transformers models get ``replace(implementation, function, look_up)`` as their attention function.
+
+    ``look_up`` returns the function of the same layer by the name of any other implementation.
+    """
     original = AttentionInterface.get_interface
 
-    def look_up(self: AttentionInterface, attn_implementation: str, *default: Any) -> Any:
-        return replace(attn_implementation, original(self, attn_implementation, *default))
+    def look_up(self: AttentionInterface, attn_implementation: str, default: Any = None) -> Any:
+        function = original(self, attn_implementation, default)
+        return replace(attn_implementation, function, lambda name: self.get(name, default))
 
     # The method of the class is replaced, because some model files have an interface object of their own.
     with mock.patch.object(AttentionInterface, "get_interface", look_up):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,15 @@ from torch.distributed import ProcessGroup
 pytest.importorskip("transformers")
 
 import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
+    and_masks,
     create_causal_mask,
     create_sliding_window_causal_mask,
+    eager_mask,
     packed_sequence_mask_function,
+    sdpa_mask,
 )
 
 import seqpar
@@ -142,6 +148,35 @@ def other_implementation() -> Any:
 def mask_of_padding() -> None:
     no_mask(2, 5, attention_mask=torch.ones(2, 5, dtype=torch.bool))
     no_mask(2, 5, attention_mask=torch.zeros(2, 5, dtype=torch.bool))
+
+
+def scaled_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    output, weights = sdpa_attention_forward(module, q, k, v, *args, **kwargs)
+    return 3 * output, weights
+
+
+@wraps(sdpa_mask)
+def no_first_token(*args: Any, **kwargs: Any) -> Any:
+    kwargs["mask_function"] = and_masks(kwargs["mask_function"], lambda row, head, q, k: (k > 0) | (q == 0))
+    return sdpa_mask(*args, **kwargs)
+
+
+def with_functions(name: str, attention: Any = None, mask: Any = None) -> Any:
+    """A parallelized model, after these functions were registered."""
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    with (
+        mock.patch.dict(functions, {} if attention is None else {name: attention}),
+        mock.patch.dict(masks, {} if mask is None else {name: mask}),
+    ):
+        model = tiny("llama")
+        model.set_attn_implementation(name)
+        return parallel(model)
+
+
+def with_default(function: Any) -> Any:
+    """A parallelized model whose eager attention is ``function``."""
+    with mock.patch("transformers.models.llama.modeling_llama.eager_attention_forward", function):
+        return parallel()
 
 
 ONES = torch.ones(2, 8, dtype=torch.long)
@@ -267,6 +302,22 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "another attention": (
         other_implementation, r"'sdpa': it was set after parallelize, .* call seqpar.hf.restore\(model\)"
     ),
+    "own function": (
+        lambda: with_functions("mine", scaled_attention, eager_mask), r"attn_implementation 'mine' is scaled_attention"
+    ),
+    "own function under a known name": (
+        lambda: with_functions("sdpa", scaled_attention), r"attn_implementation 'sdpa' is scaled_attention, .* before"
+    ),
+    "own function for eager": (lambda: with_functions("eager", scaled_attention), "'eager' is scaled_attention"),
+    "own eager function": (lambda: with_default(scaled_attention), "'eager' is scaled_attention"),
+    "own mask": (
+        lambda: with_functions("mine", sdpa_attention_forward, no_first_token),
+        "the mask of its attn_implementation 'mine' is sdpa_mask",
+    ),
+    "own mask under a known name": (
+        lambda: with_functions("sdpa", mask=no_first_token), "the mask of its attn_implementation 'sdpa'"
+    ),
+    "no mask": (lambda: with_functions("mine", sdpa_attention_forward), "implementation 'mine' is None, not one of"),
     "scaled queries": (lambda: llama4_of_length(45), r"layer 1 .* attn_temperature_tuning"),
     "padding without a shard": (mask_of_padding, "attention_mask: it has padding"),
     # batches
@@ -296,6 +347,12 @@ def test_refused(what: str) -> None:
     run, words = REFUSED[what]
     with pytest.raises((TypeError, ValueError), match=words):
         run()
+
+
+def test_own_names_of_functions_of_transformers() -> None:
+    """As for kernels of the hub: the name is new, the functions are not."""
+    model = with_functions("mine", sdpa_attention_forward, sdpa_mask)
+    assert abs(call(model).loss.item() - one_device_of("llama", "plain").loss) < LOSS
 
 
 def test_short_rows_of_llama4() -> None:
