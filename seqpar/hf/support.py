@@ -44,7 +44,6 @@ _ACTS_ON_EACH_TOKEN = re.compile(r"(norm|(?<!^mobilebert)embeddings?|mlp|output|
 # Class names of modules that select keys for an attention layer. They would select among the keys of one rank only.
 _CHOOSES_KEYS = re.compile(r"indexer", re.IGNORECASE)
 _INTERFACE = ("ALL_ATTENTION_FUNCTIONS", "attention_interface(")  # in the source of a layer that uses the interface
-_COUNTS_POSITIONS = "create_position_ids_from_input_ids"
 # The functions of transformers that are replaced, and that compute softmax attention with the mask of the model.
 _ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
 _MASKS = (eager_mask, sdpa_mask, flash_attention_mask, flex_attention_mask)
@@ -195,11 +194,6 @@ def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[s
     for name, module in text.named_modules():
         if _POOLER.search(type(module).__name__):
             yield f"{_pools(name, type(module).__name__)}; create the model with add_pooling_layer=False"
-        if _counts_positions(module):
-            yield (
-                f"layer {name!r} ({type(module).__name__}) counts the positions of the tokens in its input, and a rank "
-                "has only some of the tokens"
-            )
 
 
 def _reasons_of_functions(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
@@ -242,6 +236,18 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             "depended on other tokens, and not through transformers' AttentionInterface; such a layer cannot be "
             "sharded along the sequence"
         )
+    elif trial.counter is not None:
+        name, class_name = trial.counter
+        yield (
+            f"layer {name!r} ({class_name}) counts the tokens in its input: in a trial run on a few tokens its output "
+            "for a token depended on the token's index, although the position_ids were equal, and a rank has only some of "
+            "the tokens; compute it from position_ids"
+        )
+    elif trial.own_positions:
+        yield (
+            "without position_ids it counts positions itself, from the tokens that are not padding or from another "
+            "number than 0, and a rank has only some of the tokens"
+        )
     if trial.pooler is not None and not pools_last_token(model):
         yield f"{_pools(*trial.pooler)}; use the model without this layer"
 
@@ -271,14 +277,6 @@ def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, st
 def _mixes_tokens(module: nn.Module) -> bool:
     name = type(module).__name__
     return isinstance(module, _OPERATORS) or bool(_MIXES_TOKENS.search(name) and not _ACTS_ON_EACH_TOKEN.search(name))
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    """Whether ``module`` derives positions from the tokens in its input, as RoBERTa and OPT do because of padding."""
-    source = _forward_source(type(module))
-    if isinstance(module, PreTrainedModel) and "position_ids = torch.cumsum(" in source:
-        return True
-    return hasattr(module, _COUNTS_POSITIONS) or _COUNTS_POSITIONS in source
 
 
 def computes_cross_entropy(model: nn.Module) -> bool:

@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"'mobilebert.embeddings' \(MobileBertEmbeddings\) mixes tokens",
     ),
     "positions": (
-        lambda: small("OPTForCausalLM", "OPT", **OPT), r"'model.decoder' \(OPTDecoder\) counts the positions"
+        lambda: small("OPTForCausalLM", "OPT", **OPT), "OPTForCausalLM: without position_ids it counts"
     ),
     "two sequences": (
         lambda: small("T5ForConditionalGeneration", "T5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2),
@@ -409,6 +409,27 @@ def with_blend(mix: str, where: str, device: str = "cpu") -> Any:
         nn.init.ones_(blend.scale)
         layer.self_attn.forward = lambda hidden_states, **kwargs: (blend(hidden_states), None)
     return model.to(device)
+
+
+class Counted(nn.Module):
+    """Scales each token of ``[batch, seq, hidden]`` by its index in the input."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) * torch.arange(1, x.shape[1] + 1).log1p()[:, None]
+
+
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "mlp", "input_layernorm"])
+def test_refused_counter_of_tokens(where: str) -> None:
+    model = tiny("llama")
+    layer = model.model.layers[1]
+    layer.set_submodule(where, Counted(layer.get_submodule(where)))
+    words = rf"layer 'model.layers.1.{where}' \(Counted\) counts the tokens in its input: .* it from position_ids"
+    with pytest.raises(ValueError, match=words):
+        parallel(model)
 
 
 PLACES = {
