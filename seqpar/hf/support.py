@@ -192,6 +192,11 @@ def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[s
         if parameter not in parameters_of(model):
             yield f"its forward takes no {parameter}, which are needed {purpose}"
     for name, module in text.named_modules():
+        if getattr(module, "layerdrop", None):
+            yield (
+                f"layer {name!r} ({type(module).__name__}) drops whole layers at random, layerdrop={module.layerdrop}, "
+                "and the ranks would drop different ones; set its layerdrop to 0"
+            )
         if _POOLER.search(type(module).__name__):
             yield f"{_pools(name, type(module).__name__)}; create the model with add_pooling_layer=False"
 
@@ -240,8 +245,8 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
         name, class_name = trial.counter
         yield (
             f"layer {name!r} ({class_name}) counts the tokens in its input: in a trial run on a few tokens its output "
-            "for a token depended on the token's index, although the position_ids were equal, and a rank has only some of "
-            "the tokens; compute it from position_ids"
+            "for a token depended on the token's index, although the position_ids were equal, and a rank has only some "
+            "of the tokens; compute it from position_ids"
         )
     elif trial.own_positions:
         yield (

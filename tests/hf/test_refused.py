@@ -64,6 +64,24 @@ def small(name: str, config: str, **arguments: Any) -> Any:
     return parallel(getattr(transformers, name)(config_class(vocab_size=VOCAB, **arguments)))
 
 
+def with_layerdrop(probability: float) -> Any:
+    model = tiny("llama")
+    model.model.layerdrop = probability
+    return parallel(model)
+
+
+def ignoring_zero() -> Any:
+    class IgnoresZero(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+            output["loss"] = self.loss_function(output.logits, labels, VOCAB, ignore_index=0)
+            return output
+
+    model = tiny("llama")
+    model.__class__ = IgnoresZero
+    return call(parallel(model))
+
+
 def with_linear_layers() -> Any:
     model = tiny("llama")
     model.config.layer_types = ["full_attention", "linear_attention"]
@@ -201,6 +219,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "convolution inside": (
         lambda: with_module("model.layers.0.self_attn.conv", nn.Conv1d(4, 4, 3)), INSIDE + r" \(Conv1d\) mixes tokens"
     ),
+    "layerdrop": (
+        lambda: with_layerdrop(0.1), r"layer 'model' \(LlamaModel\) drops whole layers .* set its layerdrop to 0"
+    ),
     "linear layers": (with_linear_layers, "layer 1 is of type 'linear_attention'"),
     "pooled head": (
         lambda: parallel(transformers.GPT2ForSequenceClassification(tiny("gpt2").config)),
@@ -320,6 +341,12 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no mask": (lambda: with_functions("mine", sdpa_attention_forward), "implementation 'mine' is None, not one of"),
     "scaled queries": (lambda: llama4_of_length(45), r"layer 1 .* attn_temperature_tuning"),
     "padding without a shard": (mask_of_padding, "attention_mask: it has padding"),
+    "is_causal": (lambda: call(is_causal=False), "is_causal: some of .* leave it out here"),
+    "a window of the call": (lambda: call_sharded(sliding_window=3), "sliding_window: some of"),
+    "another label that does not count": (
+        lambda: call(ignore_index=0), r"ignore_index=0: .* -100 here, .*; pass labels.masked_fill\(labels == 0, -100\)"
+    ),
+    "another label, in the forward": (ignoring_zero, "ignore_index=0: "),
     # batches
     "no tokens": (lambda: seqpar.hf.shard_batch({"labels": ONES}), r"'input_ids' \[batch, seq\]"),
     "short mask": (lambda: shard(attention_mask=ONES[:, :7]), r"shape \(2, 7\); expected \(2, 8\)"),
@@ -518,13 +545,22 @@ def gemma3n() -> Any:
 
 
 @on_ranks
-def four_streams(group: ProcessGroup, batch: dict[str, Tensor], expected: Result) -> None:
-    check_step(group, seqpar.hf.parallelize(gemma3n(), group=group), batch, expected)
+def four_streams(group: ProcessGroup, batch: dict[str, Tensor], expected: Result, states: list[Tensor]) -> None:
+    for batches in ("shared", "per_rank"):
+        model = seqpar.hf.parallelize(gemma3n(), group=group, batches=batches)  # type: ignore[arg-type]
+        check_step(group, model, batch, expected, batches)
+        output = model(**batch, output_hidden_states=True)
+        for x, y in zip(output.hidden_states, states, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
 def test_streams_that_look_like_rows(pool: Pool) -> None:
-    """Gemma 3n has four streams, as many as the trial run has rows for other models."""
-    pool.run(2, four_streams, make_batch("plain"), trained(gemma3n(), make_batch("plain")))
+    """Gemma 3n has four streams, as many as the trial run once had rows. Its hidden states start with them."""
+    batch, model = make_batch("plain"), gemma3n()
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    assert states[0].shape == (4, 2, 45, 32)
+    pool.run(2, four_streams, batch, trained(model, batch), list(states))
 
 
 @on_ranks
