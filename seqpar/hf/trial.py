@@ -105,10 +105,10 @@ class Trial:
     def check_positions(self, output: Any, without_ids: Any) -> None:
         """Compare the last row of the outputs of both runs, except for its padding."""
         for x, y in zip(_tensors(output), _tensors(without_ids), strict=True):
-            by_token = _by_token(x, self.rows, self.length), _by_token(y, self.rows, self.length)
-            if not any(z is None for z in by_token):
-                x, y = (z[-1, _SHIFT:] for z in by_token)
-                self.own_positions |= float((x - y).abs().max()) > _tolerance(x)
+            ours, theirs = (_by_token(z, self.rows, self.length) for z in (x, y))
+            if ours is not None and theirs is not None:
+                change = (ours[-1, _SHIFT:] - theirs[-1, _SHIFT:]).abs().max()
+                self.own_positions |= float(change) > _tolerance(ours)
 
     def _check(self, values: Any, module: nn.Module) -> None:
         tensors = [_by_token(x, self.rows, self.length) for x in _tensors(values)] if self.records else []

@@ -547,7 +547,7 @@ def gemma3n() -> Any:
 @on_ranks
 def four_streams(group: ProcessGroup, batch: dict[str, Tensor], expected: Result, states: list[Tensor]) -> None:
     for batches in ("shared", "per_rank"):
-        model = seqpar.hf.parallelize(gemma3n(), group=group, batches=batches)  # type: ignore[arg-type]
+        model = seqpar.hf.parallelize(gemma3n(), group=group, batches=batches)
         check_step(group, model, batch, expected, batches)
         output = model(**batch, output_hidden_states=True)
         for x, y in zip(output.hidden_states, states, strict=True):
