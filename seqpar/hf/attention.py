@@ -399,7 +399,7 @@ def mask_in_layer(
 
 def _is_masked(claim: LayerMask, shard: BatchShard | DecodeShard, patch: Patch) -> bool:
     """Whether transformers' attention of the model would get a mask, instead of reading the layer's ``is_causal``."""
-    if patch.implementation.startswith("flash"):
+    if patch.implementation == "flash":
         return False
     if patch.implementation != "sdpa" or not patch.causality_conflicts[claim]:
         return True

@@ -33,6 +33,8 @@ from .support import (
 )
 
 _ROPE_TYPES = ("dynamic", "longrope")
+# Arguments of attention functions, which a model passes on from a call to its layers.
+_OF_LAYERS = ("is_causal", "sliding_window", "softcap", "s_aux", "scaling", "dropout", "position_bias")
 _NOISE = "neftune_noise_alpha"
 
 
@@ -79,6 +81,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     replace_loss_function(model, patch, model)  # the user may have set another one
     parameters = parameters_of(model)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    _check_arguments(model, kwargs, parameters)
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
     has_images = merges(model) and has_more_than_text(kwargs)
     forward = Forward(model, patch, None)
@@ -133,6 +136,17 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
     # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
     if "use_cache" in parameters and cache_of(kwargs) is None:
         kwargs["use_cache"] = False
+
+
+def _check_arguments(model: nn.Module, kwargs: dict[str, Any], parameters: list[str]) -> None:
+    """Raise an error for arguments that models pass on to functions that ``parallelize`` has replaced."""
+    for name in _OF_LAYERS:
+        if kwargs.get(name) is not None and name not in parameters:
+            raise ValueError(
+                f"{name}: some of transformers' attention functions use it instead of what the model's layers and "
+                f"masks say, and others ignore it; set it in the config of {type(model).__name__} before parallelize, "
+                "and leave it out here"
+            )
 
 
 def _check_wrapper(model: nn.Module, patch: Patch) -> None:
@@ -249,9 +263,8 @@ def _read_scores_last(model: nn.Module) -> None:
     """Let ``after_score`` run after the hooks that were registered since ``parallelize``."""
     if pools_last_token(model):
         for module in cast(nn.Module, model.score).modules():
-            hooks: Any = module._forward_hooks  # an OrderedDict
-            for key in [key for key, hook in hooks.items() if hook is after_score]:
-                hooks.move_to_end(key)
+            for key in [key for key, hook in module._forward_hooks.items() if hook is after_score]:
+                cast(Any, module._forward_hooks).move_to_end(key)
 
 
 @no_compile

@@ -200,9 +200,16 @@ def _gather(name: str, x: Any, full_call: FullCall, patch: Patch) -> Any:
     if patch.ranks == 1 or not is_output or not (name in PER_TOKEN or (not name and x.dim() == 3)):
         return x
     places = full_call.logits if name == "logits" else full_call.tokens
+    if has_streams(x, full_call.rows, len(places[patch.rank])):
+        return all_gather_tokens(x.movedim(0, 2), places, patch).movedim(2, 0)
     if name == "router_logits":  # [batch * seq_local, experts]
         return all_gather_tokens(x.unflatten(0, (full_call.rows, -1)), places, patch).flatten(0, 1)
     return all_gather_tokens(x, places, patch)
+
+
+def has_streams(x: Tensor, rows: int, tokens: int) -> bool:
+    """Whether ``x`` is ``[streams, batch, seq, ...]``, as the hidden states of Gemma 3n are."""
+    return x.dim() == 4 and tuple(x.shape[1:3]) == (rows, tokens) != tuple(x.shape[:2])
 
 
 def merges(model: nn.Module) -> bool:

@@ -97,6 +97,11 @@ class TokenLoss:
         Without ``num_items_in_batch``, it is the mean over all labels that count, also over the labels of replicas
         along dp. Outside of the model's forward, as in a pipeline, ``seqpar`` must be given.
         """
+        if ignore_index != IGNORE_INDEX:
+            raise ValueError(
+                f"ignore_index={ignore_index}: the labels that do not count are {IGNORE_INDEX} here, because they were "
+                f"counted before; pass labels.masked_fill(labels == {ignore_index}, {IGNORE_INDEX}) instead"
+            )
         forward = current_forward()
         if forward is not None and forward.targets is not None:
             return torch.zeros((), device=labels.device)  # the caller asked for log-probabilities instead of a loss
@@ -113,11 +118,11 @@ class TokenLoss:
         if isinstance(logits, LazyLogits) and logits.full is None:
             hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
             total = fused_cross_entropy(
-                hidden, logits.head, labels, logits.pointwise, ignore_index, self.patch.settings.loss_chunk, few_count
+                hidden, logits.head, labels, logits.pointwise, IGNORE_INDEX, self.patch.settings.loss_chunk, few_count
             )
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
-            total = F.cross_entropy(flat, labels, ignore_index=ignore_index, reduction="sum")
+            total = F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         if num_items_in_batch is not None:
             return reduce_over_ranks(_divide(total, num_items_in_batch), self.patch, self.model)
         patch = self.patch

@@ -31,7 +31,7 @@ from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
 from .per_rank import call
 from .state import NAME, Batches, Outputs, Patch, Settings, patch_of
-from .support import attention_layers, check_adapters, check_model, pools_last_token, text_model
+from .support import attention_layers, check_adapters, check_model, masks_like, pools_last_token, text_model
 from .trial import Trial
 from .verification.monitoring import verify_while_training
 
@@ -150,7 +150,7 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
         for name, scaling in trial.scalings.items():
             scale_of(settings, scaling, f"layer {name!r}")
     texts = [text_model(root) for root in roots]
-    patch.implementation = texts[0].config._attn_implementation or ""
+    patch.implementation = masks_like(roots[0])
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
     for module in (*roots, *layers.values()):
         module._seqpar = patch

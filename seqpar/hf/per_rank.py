@@ -28,7 +28,7 @@ from ..checks import no_compile
 from ..comm.collectives import all_gather, start_all_to_all
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from .batch import BOUNDARY_NAMES, tokens_of
-from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, merges, shard_call
+from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, has_streams, merges, shard_call
 from .key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
 from .logits import MissingLogits
 from .state import NAME, FullCall, Patch
@@ -205,12 +205,16 @@ def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any
     ranks, local_output, local_call = patch.ranks, outputs[patch.rank], full_calls[patch.rank]
     keys = list(_tensor_keys(local_output))
     parts: list[Tensor] = []  # for each key, of each rank's batch
+    streams: list[bool] = []  # for each part, whether it was [streams, batch, seq, ...]
     shapes: list[Sequence[int]] = []  # for each key, of each rank's part of this rank's output
     for name, i in keys:
         for output, full_call in zip(outputs, full_calls, strict=True):
             x: Tensor = output[name] if i is None else output[name][i]
+            places = _places(name, full_call)
+            streams.append(places is not None and has_streams(x, full_call.rows, len(places[patch.rank])))
             # models return router logits as [batch * seq_local, experts]
-            parts.append(x.unflatten(0, (full_call.rows, -1)) if name == "router_logits" else x)
+            x = x.unflatten(0, (full_call.rows, -1)) if name == "router_logits" else x
+            parts.append(x.movedim(0, 2) if streams[-1] else x)
         x = parts[patch.rank - ranks]
         places = _places(name, local_call)
         shapes += [x.shape] * ranks if places is None else [(len(x), len(p), *x.shape[2:]) for p in places]
@@ -224,6 +228,7 @@ def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any
             order = torch.cat(places).argsort().to(pieces[0].device)
             y = torch.cat(pieces, 1).index_select(1, order)  # [batch, seq, ...]
         y = y.flatten(0, 1) if name == "router_logits" else y
+        y = y.movedim(2, 0) if streams[k * ranks + patch.rank] else y
         if i is None:
             named[name] = y
         else:

@@ -98,7 +98,7 @@ class Patch:
     layer_masks: set[LayerMask] = field(default_factory=set)
     causality_conflicts: dict[LayerMask, bool] = field(default_factory=dict)  # as ``compare_masks`` returns it
     known_masks: set[Any] = field(default_factory=set)  # the structures of the mask functions
-    implementation: str = ""  # the attention implementation of the model before ``parallelize``
+    implementation: str = ""  # of the model's masks before ``parallelize``, as ``masks_like`` returns it
     calls: int = 0  # with a full batch, the same on every rank
     seed: int = 0  # of attention dropout in these calls, the same on every rank
     depends_on_length: bool = False  # whether the largest position changes the frequencies of a rotary embedding

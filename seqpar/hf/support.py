@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -12,9 +13,21 @@ from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import (
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    eager_mask,
+    flash_attention_mask,
+    flex_attention_mask,
+    sdpa_mask,
+)
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory.weights import CACHE_ARGUMENTS
+from .state import NAME
 from .trial import Trial, run_trial
 
 # ``check_model`` checks class names before the trial run. This takes no time, its error names the whole layer, and it
@@ -31,7 +44,9 @@ _ACTS_ON_EACH_TOKEN = re.compile(r"(norm|(?<!^mobilebert)embeddings?|mlp|output|
 # Class names of modules that select keys for an attention layer. They would select among the keys of one rank only.
 _CHOOSES_KEYS = re.compile(r"indexer", re.IGNORECASE)
 _INTERFACE = ("ALL_ATTENTION_FUNCTIONS", "attention_interface(")  # in the source of a layer that uses the interface
-_COUNTS_POSITIONS = "create_position_ids_from_input_ids"
+# The functions of transformers that are replaced, and that compute softmax attention with the mask of the model.
+_ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
+_MASKS = (eager_mask, sdpa_mask, flash_attention_mask, flex_attention_mask)
 _POOLER = re.compile(r"pooler$", re.IGNORECASE)
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
@@ -130,7 +145,7 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
     for reason in _reasons(model, layers):
         raise ValueError(f"model={name}: {reason}")
     trial = run_trial(model)
-    for reason in _reasons_of_trial(trial, model):
+    for reason in (*_reasons_of_functions(trial, model), *_reasons_of_trial(trial, model)):
         raise ValueError(f"model={name}: {reason}")
     if trial.error is not None:
         warnings.warn(
@@ -177,13 +192,45 @@ def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[s
         if parameter not in parameters_of(model):
             yield f"its forward takes no {parameter}, which are needed {purpose}"
     for name, module in text.named_modules():
+        if getattr(module, "layerdrop", None):
+            yield (
+                f"layer {name!r} ({type(module).__name__}) drops whole layers at random, layerdrop={module.layerdrop}, "
+                "and the ranks would drop different ones; set its layerdrop to 0"
+            )
         if _POOLER.search(type(module).__name__):
             yield f"{_pools(name, type(module).__name__)}; create the model with add_pooling_layer=False"
-        if _counts_positions(module):
-            yield (
-                f"layer {name!r} ({type(module).__name__}) counts the positions of the tokens in its input, and a rank "
-                "has only some of the tokens"
-            )
+
+
+def _reasons_of_functions(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
+    """Functions that ``parallelize`` would replace, and that may compute something else than softmax attention."""
+    name = text_model(model).config._attn_implementation
+    if name in (None, NAME):
+        return
+    instead = "seqpar would replace it; call model.set_attn_implementation('sdpa') before, if that is what you train"
+    for function in (*trial.functions, ALL_ATTENTION_FUNCTIONS.get(name)):
+        if not (function is None or function in _ATTENTION or _in_model_file(function)):
+            found = _described(function)
+            yield f"its attn_implementation {name!r} is {found}, not softmax attention of transformers, and {instead}"
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if mask not in _MASKS:
+        found = _described(mask)
+        yield f"the mask of its attn_implementation {name!r} is {found}, not one of transformers, and {instead}"
+
+
+def _in_model_file(function: Any) -> bool:
+    """Whether ``function`` is the global name of a file of transformers' models, as their eager attention is."""
+    module, name = str(getattr(function, "__module__", "")), getattr(function, "__name__", "")
+    return module.startswith("transformers.models.") and getattr(sys.modules.get(module), name, None) is function
+
+
+def _described(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
+
+
+def masks_like(model: PreTrainedModel) -> str:
+    """The implementation whose masks ``model`` uses: "sdpa", "flash" or "eager", which has them in every call."""
+    mask = ALL_MASK_ATTENTION_FUNCTIONS.get(text_model(model).config._attn_implementation)
+    return "sdpa" if mask is sdpa_mask else "flash" if mask is flash_attention_mask else "eager"
 
 
 def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
@@ -193,6 +240,18 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             f"layer {name!r} ({class_name}) mixes tokens: in a trial run on a few tokens its output for a token "
             "depended on other tokens, and not through transformers' AttentionInterface; such a layer cannot be "
             "sharded along the sequence"
+        )
+    elif trial.counter is not None:
+        name, class_name = trial.counter
+        yield (
+            f"layer {name!r} ({class_name}) counts the tokens in its input: in a trial run on a few tokens its output "
+            "for a token depended on the token's index, although the position_ids were equal, and a rank has only some "
+            "of the tokens; compute it from position_ids"
+        )
+    elif trial.own_positions:
+        yield (
+            "without position_ids it counts positions itself, from the tokens that are not padding or from another "
+            "number than 0, and a rank has only some of the tokens"
         )
     if trial.pooler is not None and not pools_last_token(model):
         yield f"{_pools(*trial.pooler)}; use the model without this layer"
@@ -223,14 +282,6 @@ def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, st
 def _mixes_tokens(module: nn.Module) -> bool:
     name = type(module).__name__
     return isinstance(module, _OPERATORS) or bool(_MIXES_TOKENS.search(name) and not _ACTS_ON_EACH_TOKEN.search(name))
-
-
-def _counts_positions(module: nn.Module) -> bool:
-    """Whether ``module`` derives positions from the tokens in its input, as RoBERTa and OPT do because of padding."""
-    source = _forward_source(type(module))
-    if isinstance(module, PreTrainedModel) and "position_ids = torch.cumsum(" in source:
-        return True
-    return hasattr(module, _COUNTS_POSITIONS) or _COUNTS_POSITIONS in source
 
 
 def computes_cross_entropy(model: nn.Module) -> bool:

@@ -4,6 +4,10 @@ In the trial run, the attention function that transformers' ``AttentionInterface
 each token attends to itself only. The rows of the batch differ in one token. If the outputs of another token differ
 too, a layer mixes tokens without using the interface, whatever its class is called.
 
+The last row has the same tokens with the same ``position_ids``, some tokens further to the right. If the output of a
+token differs there, a layer counts the tokens in its input. A second run, without ``position_ids`` and with padding in
+this row, tells whether the model takes 0, 1, 2, ... for them.
+
 The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
 parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
 embeddings. Of several layers of the same kind, only the first one runs.
@@ -31,9 +35,10 @@ from .key_values import expand, has_latent_kv
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
+_SHIFT = 3  # by how many tokens the last row is shifted
 # The dimensions of rows and of tokens are recognized by their sizes. These are the first numbers that are neither the
 # size of a parameter's dimension nor a number in a config.
-_ROWS = (4, 5, 7, 9, 10)
+_ROWS = (5, 6, 7, 9, 10)
 _LENGTHS = (11, 13, 17, 19, 23, 29)
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
 _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
@@ -47,12 +52,17 @@ class Trial:
     def __init__(self, root: PreTrainedModel) -> None:
         self.attention_modules: list[nn.Module] = []  # that called the attention function
         self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
+        self.functions: list[Any] = []  # the attention functions that the layers would have called
         self.scalings: dict[str, float | None] = {}  # by the layer's name, what it passes to the attention function
         self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
         # Name and class of the innermost module whose output for a token depends on other tokens, and of the innermost
         # module that returns one vector per sequence.
         self.mixer: tuple[str, str] | None = None
         self.pooler: tuple[str, str] | None = None
+        # The innermost module whose output for a token depends on the index of the token in the input.
+        self.counter: tuple[str, str] | None = None
+        self.own_positions = False  # whether the positions of the model are not 0, 1, 2, ... without position_ids
+        self.records = True  # False in the second run
         self.error: Exception | None = None  # what ended the trial run
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
@@ -75,6 +85,8 @@ class Trial:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        if not self.records:
+            return attend_to_own_token(module, q, k, v)
         self.attention_modules.append(module)
         self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
         self.scalings[self._names[module]] = kwargs.get("scaling")
@@ -90,9 +102,21 @@ class Trial:
         if not any(bool(x.isfinite().all()) for x in _tensors(output)):
             raise ValueError("its outputs are not finite")
 
+    def check_positions(self, output: Any, without_ids: Any) -> None:
+        """Compare the last row of the outputs of both runs, except for its padding."""
+        for x, y in zip(_tensors(output), _tensors(without_ids), strict=True):
+            ours, theirs = (_by_token(z, self.rows, self.length) for z in (x, y))
+            if ours is not None and theirs is not None:
+                change = (ours[-1, _SHIFT:] - theirs[-1, _SHIFT:]).abs().max()
+                self.own_positions |= float(change) > _tolerance(ours)
+
     def _check(self, values: Any, module: nn.Module) -> None:
-        if self.mixer is None and any(_depends_on_others(x, self.rows, self.length) for x in _tensors(values)):
-            self.mixer = self._names.get(module, ""), type(module).__name__
+        tensors = [_by_token(x, self.rows, self.length) for x in _tensors(values)] if self.records else []
+        name = self._names.get(module, ""), type(module).__name__
+        if self.mixer is None and any(_depends_on_others(x) for x in tensors if x is not None):
+            self.mixer = name
+        if self.counter is None and any(_depends_on_index(x) for x in tensors if x is not None):
+            self.counter = name
 
 
 def attend_to_own_token(
@@ -114,6 +138,12 @@ def attend_to_own_token(
 def run_trial(root: PreTrainedModel) -> Trial:
     """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards."""
     trial = Trial(root)
+    implementation = root.config.get_text_config()._attn_implementation
+
+    def attend(name: str, function: Any, look_up: Callable[[str], Any]) -> Any:
+        trial.functions.append(look_up(implementation))
+        return trial.attend
+
     with ExitStack() as stack:
         try:
             stack.enter_context(_substitutes(root, trial.mask_calls))
@@ -125,29 +155,42 @@ def run_trial(root: PreTrainedModel) -> Trial:
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(trial.after).remove)
-            same_kind = _run_one_of_each_kind(root)
-            stack.enter_context(replaced_interface(lambda name, default: trial.attend))
+            same_kind, results = _run_one_of_each_kind(root)
+            stack.enter_context(replaced_interface(attend))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
-            positions = torch.arange(trial.length, device="cpu")[None].expand(trial.rows, -1)
-            no_cache = {"use_cache": False} if "use_cache" in inspect.signature(root.forward).parameters else {}
-            output = root(input_ids=ids, position_ids=positions, **no_cache)
+            parameters = inspect.signature(root.forward).parameters
+            arguments: dict[str, Any] = {
+                "input_ids": ids,
+                **({"use_cache": False} if "use_cache" in parameters else {}),
+            }
+            positions = torch.arange(trial.length, device="cpu").repeat(trial.rows, 1)
+            positions[:-1] += _SHIFT
+            output = root(position_ids=positions, **arguments)
             callers = set(trial.attention_modules)
             for layer, first in same_kind:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
                 trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
             trial.check_output(output)
+            trial.records, masks = False, len(trial.mask_calls)
+            for result in results:
+                result.clear()
+            if "attention_mask" in parameters:
+                arguments["attention_mask"] = torch.ones_like(ids)
+                arguments["attention_mask"][-1, :_SHIFT] = 0
+            trial.check_positions(output, root(**arguments))
+            del trial.mask_calls[masks:]
         except Exception as error:
             trial.error = error
     return trial
 
 
-def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def _run_one_of_each_kind(root: nn.Module) -> tuple[list[tuple[nn.Module, nn.Module]], list[dict[Any, Any]]]:
     """Replace the forward of layers in lists, so that only the first layer of each kind runs.
 
     The other layers return its results (0.6 s instead of 20 s for a model of 80 layers). Returns each of them with the
-    first layer of its kind. ``_substitutes`` restores the forwards.
+    first layer of its kind, and the tables of the results. ``_substitutes`` restores the forwards.
     """
-    same_kind = []
+    same_kind, tables = [], []
     lists = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.ModuleList)]
     for name, layers in lists:
         if any(name.startswith(outer + ".") for outer, _ in lists):
@@ -158,7 +201,8 @@ def _run_one_of_each_kind(root: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
             vars(layer)["forward"] = _memoized(layer.forward, results)
             if first is not layer:
                 same_kind.append((layer, first))
-    return same_kind
+        tables += [results for _, results in first_of_kind.values()]
+    return same_kind, tables
 
 
 def _memoized(forward: Callable[..., Any], results: dict[Any, Any]) -> Callable[..., Any]:
@@ -201,7 +245,10 @@ def _function_key(x: Any) -> Any:
 
 
 def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
-    """int64 ``[rows, length]``. Each of rows 1 to 3 differs from row 0 in one token, and none has special tokens."""
+    """int64 ``[rows, length]``. Each of rows 1 to 3 differs from row 0 in one token, and none has special tokens.
+
+    The last row is row 0, shifted to the right.
+    """
     config = root.config.get_text_config()
     special: set[int | None] = set()
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -212,6 +259,7 @@ def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
     tokens = tokens.repeat(rows, 1)
     for row, token in enumerate(_CHANGED, start=1):
         tokens[row, token] = ordinary[-1]
+    tokens[-1] = tokens[0].roll(_SHIFT)
     return tokens
 
 
@@ -227,27 +275,44 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(x)
 
 
-def _depends_on_others(x: Tensor, rows: int, length: int) -> bool:
-    """Whether changing one token of the input has changed another token in ``x [rows, ..., length, ...]``.
+def _by_token(x: Tensor, rows: int, length: int) -> Tensor | None:
+    """``x [rows, ..., length, ...]`` as ``[rows, length, channels]``, of which some are left out.
 
-    False for any other shape, such as the inputs of experts: it is not known which values belong to which token.
+    None for any other shape, such as the inputs of experts: it is not known which values belong to which token.
     """
     if x.dim() < 2 or x.shape[0] != rows or list(x.shape[1:]).count(length) != 1:
-        return False
-    x = x.movedim(x.shape[1:].index(length) + 1, 1).reshape(rows, length, -1)[: len(_CHANGED) + 1]
-    x = x[:, :, :: -(-x.shape[2] // _CHANNELS) or 1]
-    change = (x[1:] - x[:1]).abs().amax(2) if x.shape[2] else x.new_zeros(len(_CHANGED), length)  # [rows - 1, length]
+        return None
+    x = x.movedim(x.shape[1:].index(length) + 1, 1).reshape(rows, length, -1)
+    return x[:, :, :: -(-x.shape[2] // _CHANNELS)] if x.shape[2] else None
+
+
+def _tolerance(x: Tensor) -> float:
+    return _TOLERANCE * max(float(x.abs().max()), 1e-6)
+
+
+def _depends_on_others(x: Tensor) -> bool:
+    """Whether changing one token of the input has changed another token in ``x [rows, length, channels]``."""
+    change = (x[1 : len(_CHANGED) + 1] - x[:1]).abs().amax(2)  # [changed tokens, length]
     change[range(len(_CHANGED)), _CHANGED] = 0.0
-    return float(change.max()) > _TOLERANCE * max(float(x[0].abs().max()), 1e-6) if x.shape[2] else False
+    return float(change.max()) > _tolerance(x[0])
+
+
+def _depends_on_index(x: Tensor) -> bool:
+    """Whether shifting the tokens of row 0 has changed them in ``x [rows, length, channels]``."""
+    return float((x[-1, _SHIFT:] - x[0, :-_SHIFT]).abs().max()) > _tolerance(x[0])
 
 
 @contextmanager
-def replaced_interface(replace: Callable[[str, Any], Any]) -> Iterator[None]:
-    """In the block, transformers models get ``replace(implementation, function)`` as their attention function."""
+def replaced_interface(replace: Callable[..., Any]) -> Iterator[None]:
+    """In the block, transformers models get ``replace(implementation, function, look_up)`` as their attention function.
+
+    ``look_up`` returns the function of the same layer by the name of any other implementation.
+    """
     original = AttentionInterface.get_interface
 
-    def look_up(self: AttentionInterface, attn_implementation: str, *default: Any) -> Any:
-        return replace(attn_implementation, original(self, attn_implementation, *default))
+    def look_up(self: AttentionInterface, attn_implementation: str, default: Any = None) -> Any:
+        function = original(self, attn_implementation, default)
+        return replace(attn_implementation, function, lambda name: self.get(name, default))
 
     # The method of the class is replaced, because some model files have an interface object of their own.
     with mock.patch.object(AttentionInterface, "get_interface", look_up):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,10 +19,15 @@ from torch.distributed import ProcessGroup
 pytest.importorskip("transformers")
 
 import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import (
+    and_masks,
     create_causal_mask,
     create_sliding_window_causal_mask,
+    eager_mask,
     packed_sequence_mask_function,
+    sdpa_mask,
 )
 
 import seqpar
@@ -56,6 +62,24 @@ def small(name: str, config: str, **arguments: Any) -> Any:
     """A parallelized model of a class of transformers."""
     config_class = getattr(transformers, f"{config}Config")
     return parallel(getattr(transformers, name)(config_class(vocab_size=VOCAB, **arguments)))
+
+
+def with_layerdrop(probability: float) -> Any:
+    model = tiny("llama")
+    model.model.layerdrop = probability
+    return parallel(model)
+
+
+def ignoring_zero() -> Any:
+    class IgnoresZero(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+            output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+            output["loss"] = self.loss_function(output.logits, labels, VOCAB, ignore_index=0)
+            return output
+
+    model = tiny("llama")
+    model.__class__ = IgnoresZero
+    return call(parallel(model))
 
 
 def with_linear_layers() -> Any:
@@ -144,6 +168,35 @@ def mask_of_padding() -> None:
     no_mask(2, 5, attention_mask=torch.zeros(2, 5, dtype=torch.bool))
 
 
+def scaled_attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Any:
+    output, weights = sdpa_attention_forward(module, q, k, v, *args, **kwargs)
+    return 3 * output, weights
+
+
+@wraps(sdpa_mask)
+def no_first_token(*args: Any, **kwargs: Any) -> Any:
+    kwargs["mask_function"] = and_masks(kwargs["mask_function"], lambda row, head, q, k: (k > 0) | (q == 0))
+    return sdpa_mask(*args, **kwargs)
+
+
+def with_functions(name: str, attention: Any = None, mask: Any = None) -> Any:
+    """A parallelized model, after these functions were registered."""
+    functions, masks = AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping
+    with (
+        mock.patch.dict(functions, {} if attention is None else {name: attention}),
+        mock.patch.dict(masks, {} if mask is None else {name: mask}),
+    ):
+        model = tiny("llama")
+        model.set_attn_implementation(name)
+        return parallel(model)
+
+
+def with_default(function: Any) -> Any:
+    """A parallelized model whose eager attention is ``function``."""
+    with mock.patch("transformers.models.llama.modeling_llama.eager_attention_forward", function):
+        return parallel()
+
+
 ONES = torch.ones(2, 8, dtype=torch.long)
 
 
@@ -166,6 +219,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "convolution inside": (
         lambda: with_module("model.layers.0.self_attn.conv", nn.Conv1d(4, 4, 3)), INSIDE + r" \(Conv1d\) mixes tokens"
     ),
+    "layerdrop": (
+        lambda: with_layerdrop(0.1), r"layer 'model' \(LlamaModel\) drops whole layers .* set its layerdrop to 0"
+    ),
     "linear layers": (with_linear_layers, "layer 1 is of type 'linear_attention'"),
     "pooled head": (
         lambda: parallel(transformers.GPT2ForSequenceClassification(tiny("gpt2").config)),
@@ -183,7 +239,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         r"'mobilebert.embeddings' \(MobileBertEmbeddings\) mixes tokens",
     ),
     "positions": (
-        lambda: small("OPTForCausalLM", "OPT", **OPT), r"'model.decoder' \(OPTDecoder\) counts the positions"
+        lambda: small("OPTForCausalLM", "OPT", **OPT), "OPTForCausalLM: without position_ids it counts"
     ),
     "two sequences": (
         lambda: small("T5ForConditionalGeneration", "T5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2),
@@ -267,8 +323,30 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "another attention": (
         other_implementation, r"'sdpa': it was set after parallelize, .* call seqpar.hf.restore\(model\)"
     ),
+    "own function": (
+        lambda: with_functions("mine", scaled_attention, eager_mask), r"attn_implementation 'mine' is scaled_attention"
+    ),
+    "own function under a known name": (
+        lambda: with_functions("sdpa", scaled_attention), r"attn_implementation 'sdpa' is scaled_attention, .* before"
+    ),
+    "own function for eager": (lambda: with_functions("eager", scaled_attention), "'eager' is scaled_attention"),
+    "own eager function": (lambda: with_default(scaled_attention), "'eager' is scaled_attention"),
+    "own mask": (
+        lambda: with_functions("mine", sdpa_attention_forward, no_first_token),
+        "the mask of its attn_implementation 'mine' is sdpa_mask",
+    ),
+    "own mask under a known name": (
+        lambda: with_functions("sdpa", mask=no_first_token), "the mask of its attn_implementation 'sdpa'"
+    ),
+    "no mask": (lambda: with_functions("mine", sdpa_attention_forward), "implementation 'mine' is None, not one of"),
     "scaled queries": (lambda: llama4_of_length(45), r"layer 1 .* attn_temperature_tuning"),
     "padding without a shard": (mask_of_padding, "attention_mask: it has padding"),
+    "is_causal": (lambda: call(is_causal=False), "is_causal: some of .* leave it out here"),
+    "a window of the call": (lambda: call_sharded(sliding_window=3), "sliding_window: some of"),
+    "another label that does not count": (
+        lambda: call(ignore_index=0), r"ignore_index=0: .* -100 here, .*; pass labels.masked_fill\(labels == 0, -100\)"
+    ),
+    "another label, in the forward": (ignoring_zero, "ignore_index=0: "),
     # batches
     "no tokens": (lambda: seqpar.hf.shard_batch({"labels": ONES}), r"'input_ids' \[batch, seq\]"),
     "short mask": (lambda: shard(attention_mask=ONES[:, :7]), r"shape \(2, 7\); expected \(2, 8\)"),
@@ -296,6 +374,12 @@ def test_refused(what: str) -> None:
     run, words = REFUSED[what]
     with pytest.raises((TypeError, ValueError), match=words):
         run()
+
+
+def test_own_names_of_functions_of_transformers() -> None:
+    """As for kernels of the hub: the name is new, the functions are not."""
+    model = with_functions("mine", sdpa_attention_forward, sdpa_mask)
+    assert abs(call(model).loss.item() - one_device_of("llama", "plain").loss) < LOSS
 
 
 def test_short_rows_of_llama4() -> None:
@@ -352,6 +436,27 @@ def with_blend(mix: str, where: str, device: str = "cpu") -> Any:
         nn.init.ones_(blend.scale)
         layer.self_attn.forward = lambda hidden_states, **kwargs: (blend(hidden_states), None)
     return model.to(device)
+
+
+class Counted(nn.Module):
+    """Scales each token of ``[batch, seq, hidden]`` by its index in the input."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) * torch.arange(1, x.shape[1] + 1).log1p()[:, None]
+
+
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "mlp", "input_layernorm"])
+def test_refused_counter_of_tokens(where: str) -> None:
+    model = tiny("llama")
+    layer = model.model.layers[1]
+    layer.set_submodule(where, Counted(layer.get_submodule(where)))
+    words = rf"layer 'model.layers.1.{where}' \(Counted\) counts the tokens in its input: .* it from position_ids"
+    with pytest.raises(ValueError, match=words):
+        parallel(model)
 
 
 PLACES = {
@@ -440,13 +545,22 @@ def gemma3n() -> Any:
 
 
 @on_ranks
-def four_streams(group: ProcessGroup, batch: dict[str, Tensor], expected: Result) -> None:
-    check_step(group, seqpar.hf.parallelize(gemma3n(), group=group), batch, expected)
+def four_streams(group: ProcessGroup, batch: dict[str, Tensor], expected: Result, states: list[Tensor]) -> None:
+    for batches in ("shared", "per_rank"):
+        model = seqpar.hf.parallelize(gemma3n(), group=group, batches=batches)
+        check_step(group, model, batch, expected, batches)
+        output = model(**batch, output_hidden_states=True)
+        for x, y in zip(output.hidden_states, states, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
 
 def test_streams_that_look_like_rows(pool: Pool) -> None:
-    """Gemma 3n has four streams, as many as the trial run has rows for other models."""
-    pool.run(2, four_streams, make_batch("plain"), trained(gemma3n(), make_batch("plain")))
+    """Gemma 3n has four streams, as many as the trial run once had rows. Its hidden states start with them."""
+    batch, model = make_batch("plain"), gemma3n()
+    with torch.no_grad():
+        states = model(**batch, output_hidden_states=True).hidden_states
+    assert states[0].shape == (4, 2, 45, 32)
+    pool.run(2, four_streams, batch, trained(model, batch), list(states))
 
 
 @on_ranks

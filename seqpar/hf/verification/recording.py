@@ -193,7 +193,7 @@ def recording(record: Recording, attend: Attend | None = None) -> Iterator[None]
     """
     root = record.root
 
-    def record_calls(implementation: str, function: Attend) -> Attend:
+    def record_calls(implementation: str, function: Attend, look_up: Any) -> Attend:
         return partial(record.attend, implementation, function, attend)
 
     layers = attention_layers(root).values()
@@ -238,7 +238,9 @@ def one_device(
                 "alibi_slopes: one device would attend with SDPA, to which a layer says whether it is causal; "
                 "verify the model without slopes"
             )
-        stack.enter_context(replaced_interface(lambda name, function: partial(_attend_alone, patch.settings, function)))
+        stack.enter_context(
+            replaced_interface(lambda name, function, _: partial(_attend_alone, patch.settings, function))
+        )
         stack.callback(root.register_forward_pre_hook(before_forward, with_kwargs=True).remove)
         for module in patch.loss_functions:
             if (ours := restore_loss_function(module)) is not None:
