@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .checks import no_compile
+
 _library = torch.library.Library("seqpar", "FRAGMENT")
 
 
@@ -33,21 +35,21 @@ def operator(
 
     def define(function: Callable[..., Any]) -> Any:
         name = function.__name__
-        _library.define(
-            name + torch.library.infer_schema(function, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,)
-        )
-        _library.impl(name, function, "CompositeExplicitAutograd")
+        # Operators wait for messages, which CUDA graphs cannot hold.
+        tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+        _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
+        # After a graph break, torch.compile would trace what an operator calls.
+        _library.impl(name, no_compile(function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"seqpar::{name}", fake, lib=_library)
         overload = getattr(torch.ops.seqpar, name).default
 
         def with_autograd(*args: Any) -> Any:
-            if autograd is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            if autograd and (computes or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))):
                 return autograd(*args)
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args)
 
-        kernel = autograd if computes else with_autograd
-        _library.impl(name, kernel if autograd else torch.library.fallthrough_kernel, "Autograd")
+        _library.impl(name, no_compile(with_autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
         overload.function, overload.autograd = function, autograd  # for tests that look inside
         return overload
 

@@ -219,7 +219,7 @@ def _compare(
     if missing := actual.keys() ^ expected.keys():
         causes.append(f"only one of the models has a gradient for {', '.join(sorted(missing)[:_SHOWN])}")
     names = [name for name in actual if name in expected]
-    numbers = torch.zeros(len(names), 6, dtype=torch.float64, device="cpu")
+    numbers = torch.zeros(len(names), 8, dtype=torch.float64, device="cpu")
     for row, name in zip(numbers, names, strict=True):
         row.copy_(_numbers(actual[name], expected[name], group))
     by_rank = _gather((loss, numbers), group)

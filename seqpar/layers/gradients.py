@@ -365,7 +365,7 @@ def clip_grad_norm_(
         for holders in groups:
             all_reduce(square, holders)
         total = square if total is None else total + square
-    norm = torch.zeros(()) if total is None else total.sqrt()
+    norm = torch.zeros((), dtype=dtype, device="cpu") if total is None else total.sqrt()
     gradients: dict[torch.device, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
@@ -532,3 +532,45 @@ def graphs_around(group: ProcessGroup) -> int:
 
 def test_a_handshake_breaks_the_graph(pool: Pool) -> None:
     assert pool.run(2, graphs_around) == [2, 2]
+
+
+class Broken(nn.Module):
+    """A layer after a graph break, in the same frame."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, sharding: seqpar.Sharding) -> Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        y: Tensor = self.layer(x, sharding=sharding)
+        return y.cos()
+
+
+@on_ranks
+def compiled_as_by_default(group: ProcessGroup, strategy: str) -> None:
+    """Two models with other numbers of heads in one process. After the break, no operator's own code is traced."""
+    torch._dynamo.reset()
+    for heads in (4, 2):
+        torch.manual_seed(3)
+        where: Any = {"group": group, "dtype": torch.float64}
+        if strategy == "mlp":
+            layer: nn.Module = seqpar.MegatronMLP(16, 8 * heads, **where)
+        else:
+            layer = seqpar.ParallelAttention(strategy, 16, heads, **where)
+        name: Any = "tp_sp" if strategy in ("tp_sp", "mlp") else None
+        sharding = seqpar.Sharding(22, "zigzag", group=group, strategy=name)
+        model, x = Broken(layer), torch.randn(1, 22, 16, dtype=torch.float64)
+        results = []
+        for run in (model, torch.compile(model, backend="eager")):
+            x_local = sharding.shard(x).requires_grad_()
+            y = run(x_local, sharding)
+            y.sum().backward()
+            results.append((y.detach(), x_local.grad))
+        torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "context_parallel", "tp_sp", "mlp", "auto"])
+def test_compiled_with_a_graph_break(pool: Pool, strategy: str) -> None:
+    pool.run(2, compiled_as_by_default, strategy)
