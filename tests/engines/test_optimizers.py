@@ -111,6 +111,7 @@ def check(local: Model, model: Model) -> None:
 def train(group: ProcessGroup, seed: int, name: str) -> None:
     local, model, sharding = two_models(seed, group)
     optimizers = OPTIMIZERS[name](local, None), OPTIMIZERS[name](model, group)
+    before = [p.detach().clone() for p in local.parameters()]
     for _ in range(STEPS):
         ids, labels = random_rows(2)
         local(ids, labels).backward()
@@ -119,6 +120,7 @@ def train(group: ProcessGroup, seed: int, name: str) -> None:
         for optimizer in chain(*optimizers):
             optimizer.step()
             optimizer.zero_grad()
+    assert not any(torch.equal(p, x) for p, x in zip(local.parameters(), before, strict=True))
     check(local, model)
 
 
