@@ -28,27 +28,27 @@ import copy
 import inspect
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
-import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType, gather, recursively_apply
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from ..checks import check_choice, check_int
-from ..comm.waiting import waiting
 from ..memory import Memory
 from ..mesh import set_timeouts
 from .patch import Arguments, apply
+from .randomness import SeedAlike, SharedRandom
 from .state import Batches, Patch, Settings, patch_of
 from .support import ignores_num_items
 
@@ -302,10 +302,12 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
     ``gather_for_metrics`` returns the values of each batch once.
     """
     original_gather_for_metrics = accelerator.gather_for_metrics
+    # Samplers draw the same order on all ranks, also of other sequences, and then each sequence takes its rows.
+    shared = SharedRandom(dist.group.WORLD if sequence_ranks > 1 else None)
 
     def prepare_loader(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
         if not getattr(loader, "_is_accelerate_prepared", False):
-            loader = _prepare_loader(accelerator, loader, sequence_ranks, device_placement)
+            loader = _prepare_loader(accelerator, loader, sequence_ranks, shared, device_placement)
         if loader not in accelerator._dataloaders:
             accelerator._dataloaders.append(loader)
         return loader
@@ -330,23 +332,44 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
 
 
 def _prepare_loader(
-    accelerator: accelerate.Accelerator, loader: DataLoader[Any], sequence_ranks: int, device_placement: bool | None
-) -> Any:
+    accelerator: accelerate.Accelerator, loader: DataLoader[Any], sequence_ranks: int, shared: SharedRandom,
+    device_placement: bool | None,
+) -> Any:  # fmt: skip
     """The data loader of this rank that accelerate would make if the ranks of a sequence were one process."""
-    config = accelerator.dataloader_config
-    if config.dispatch_batches:
+    if accelerator.dataloader_config.dispatch_batches:
         raise ValueError(
             "dispatch_batches=True: accelerate would send different batches to the ranks of one sequence; leave it "
             "out, so that every rank loads its batches itself"
         )
-    _shuffle_alike(loader)
+    replica = accelerator.process_index // sequence_ranks
+    if sequence_ranks > 1:
+        loader.worker_init_fn = SeedAlike(loader.worker_init_fn, replica)
+    seeds = SharedRandom(shared.group)  # samplers take seeds here
+    seeds.start_epoch()
+    with seeds:
+        prepared = _prepare_for(accelerator, loader, sequence_ranks, replica, device_placement)
+    if sequence_ranks > 1:
+        base = prepared.base_dataloader
+
+        def iterate() -> Iterator[Any]:
+            shared.start_epoch()
+            return shared.iterate(type(base).__iter__.__get__(base))
+
+        vars(base)["__iter__"] = iterate  # accelerate's loader calls it by its name
+    return prepared
+
+
+def _prepare_for(
+    accelerator: accelerate.Accelerator, loader: DataLoader[Any], sequence_ranks: int, replica: int, placement: Any
+) -> Any:
+    config = accelerator.dataloader_config
     return prepare_data_loader(
         loader,
         accelerator.device,
         num_processes=accelerator.num_processes // sequence_ranks,
-        process_index=accelerator.process_index // sequence_ranks,
+        process_index=replica,
         split_batches=config.split_batches,
-        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+        put_on_device=accelerator.device_placement if placement is None else placement,
         rng_types=accelerator.rng_types.copy() if accelerator.rng_types else None,
         dispatch_batches=False,
         even_batches=config.even_batches,
@@ -355,20 +378,6 @@ def _prepare_loader(
         non_blocking=config.non_blocking,
         use_stateful_dataloader=config.use_stateful_dataloader,
     )
-
-
-def _shuffle_alike(loader: DataLoader[Any]) -> None:
-    """Give a ``RandomSampler`` without a generator the same one on all ranks, if the ranks have different seeds."""
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, RandomSampler) or sampler.generator is not None or not dist.is_initialized():
-        return
-    world = dist.group.WORLD
-    assert world is not None
-    seeds = [torch.initial_seed() for _ in range(world.size())]
-    with waiting("the seeds of samplers", world):
-        dist.all_gather_object(seeds, torch.initial_seed())
-    if len(set(seeds)) > 1:
-        sampler.generator = torch.Generator().manual_seed(seeds[0])
 
 
 # The mixin's methods call methods of the Trainer that follows it in the bases, which a type checker does not know.

@@ -16,6 +16,7 @@ from ..layout import LAYOUTS, Layout
 from ..mask import layer_mask
 from ..mesh import rank_in, sequence_group, size_of
 from .batch import PLANNED, BatchSpec, checksum, shard_batch, shard_for_rank
+from .randomness import SharedRandom
 from .state import patch_of
 
 
@@ -39,7 +40,9 @@ class ShardedLoader:
     ``shard_batch`` explains mesh, group, layout and shift_labels.
 
     Args:
-        loader: yields the full batches of this dp rank. If it shuffles, the ranks of a sequence need the same seed.
+        loader: yields the full batches of this dp rank. Its sampler, dataset and collate function, which draw random
+            numbers from the global generators of Python, NumPy and PyTorch, draw the same ones on all ranks of a
+            sequence, whatever the ranks draw for dropout. Generators of their own need the same seed on these ranks.
         scatter: whether only the first rank of each sequence loads batches and sends the other ranks their parts.
             The other ranks unpickle what they receive.
 
@@ -67,6 +70,7 @@ class ShardedLoader:
         self.loader: Any = loader
         self.layout, self.shift_labels, self.scatter = layout, shift_labels, scatter
         self._loads = not scatter or rank_in(self.group) == 0
+        self._random = SharedRandom(None if scatter else self.group)
         self._in_epoch = False  # whether the last epoch has yielded a batch and has not ended
         self._resumes = False  # whether the next epoch starts at a loaded state
 
@@ -75,6 +79,7 @@ class ShardedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._random.start_epoch()
         batches = self._batches()
         batch: Any = None
         is_first = True
@@ -147,7 +152,7 @@ class ShardedLoader:
             dataset.load_state_dict(None)  # a stream of Hugging Face that has resumed once resumes in every epoch
         self._resumes = False
         if self._loads:
-            yield from self.loader
+            yield from self._random.iterate(lambda: self.loader)
 
     def _check_different(self, first: list[Fingerprint]) -> None:
         if len(set(first)) < (size := len(first)):

@@ -33,6 +33,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 import seqpar.hf
 
 from ..pool import Pool, on_ranks
+from .random_rows import draw, loader_of
+from .test_data import may_have_children
 from .workers import VOCAB, make_batch, tiny
 
 pytestmark = pytest.mark.slow
@@ -626,3 +628,27 @@ def test_refused_mixin_trainers(tmp_path: Path) -> None:
     model = seqpar.hf.parallelize(tiny("llama"), strategy="local")
     with pytest.raises(ValueError, match="compute_metrics: it needs the logits"):
         trainer(model, compute_metrics=len)
+
+
+@on_ranks
+def drawn(group: ProcessGroup, sequence_ranks: int, workers: int) -> list[Any]:
+    torch.manual_seed(group.rank())
+    with torchrun(group), may_have_children():
+        accelerator = accelerate.Accelerator(parallelism_config=seqpar.hf.ParallelismConfig(cp_size=sequence_ranks))
+        loader, seen = accelerator.prepare(loader_of(workers, group.rank())), []
+        for _ in range(2):
+            for batch in loader:
+                seen.append((batch["input_ids"].tolist(), batch["labels"].tolist()))
+                draw(1 + 3 * group.rank())
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_draw_the_same_rows(pools: dict[int, Pool], workers: int) -> None:
+    """From samplers, datasets and collate functions, and in workers that transformers seeds by the rank."""
+    first, second = pools[2].run(2, drawn, 2, workers)
+    assert first == second and len(first) == 8 and first[:4] != first[4:]
+    by_rank = pools[4].run(4, drawn, 2, workers)
+    assert by_rank[0] == by_rank[1] != by_rank[2] == by_rank[3] and len(by_rank[0]) == 4
+    rows = sorted(row[0] // 100 for rank in (0, 2) for _, labels in by_rank[rank][:2] for row in labels)
+    assert rows == [*range(8)]  # every row of an epoch once

@@ -32,6 +32,7 @@ import seqpar.hf
 from seqpar.schedule.plan import AttentionPlan
 
 from ..pool import Pool, mesh_of, on_ranks
+from .random_rows import draw, loader_of
 from .workers import tiny
 
 pytestmark = pytest.mark.slow
@@ -257,3 +258,27 @@ def train_with_plans(group: ProcessGroup, kind: str, strategy: str, way: str) ->
 def test_no_plan_is_made_in_the_training_process(four: Pool, kind: str, strategy: str, way: str) -> None:
     for made, difference in four.run(2, train_with_plans, kind, strategy, way):
         assert made == 0 and difference < 1e-5
+
+
+@on_ranks
+def drawn(group: ProcessGroup, workers: int) -> list[list[Any]]:
+    """The rows of each batch, in order of their tokens. The ranks draw other amounts in between, from other seeds."""
+    torch.manual_seed(group.rank())
+    batches, seen = seqpar.hf.ShardedLoader(loader_of(workers), group=group), []
+    with may_have_children():
+        for _ in range(2):
+            for local in batches:
+                every = seqpar.unshard(local["input_ids"], sharding=seqpar.Sharding(12, "zigzag", group=group))
+                seen.append(every.tolist())
+                draw(1 + 3 * group.rank())
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_ranks_draw_the_same_rows(pool: Pool, workers: int) -> None:
+    """From samplers, datasets and collate functions, whatever dropout draws."""
+    first, second = pool.run(2, drawn, workers)
+    assert first == second and len(first) == 8 and first[:4] != first[4:]
+    if not workers:  # the rows of one process, if nothing else draws there
+        torch.manual_seed(0)
+        assert sum(len(batch) for batch in first) == 16

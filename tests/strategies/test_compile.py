@@ -543,7 +543,7 @@ class Broken(nn.Module):
 
     def forward(self, x: Tensor, sharding: seqpar.Sharding) -> Tensor:
         x = x.sin()
-        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        torch._dynamo.graph_break()
         y: Tensor = self.layer(x, sharding=sharding)
         return y.cos()
 
