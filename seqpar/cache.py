@@ -1,18 +1,22 @@
-"""A cache bounded in bytes, for values that are computed from a mask and a sharding and used by every layer.
+"""Caches for values that are computed from a mask and a sharding and used by every layer.
 
-A training run with packed documents has a new mask in every step. A cache that counts entries would keep the tensors of
-hundreds of past masks. This cache keeps the most recently used values up to a number of bytes.
+A training run with packed documents has a new mask and a new length in every step. What is computed for a mask that is
+gone would never be used again, so an entry is dropped together with its owner, such as a plan. Entries without an owner
+are few: their number is bounded, and not only their bytes, because many small ones are slow for Python's garbage
+collector.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from threading import Lock
+from threading import RLock
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 Value = TypeVar("Value")
 
@@ -21,17 +25,26 @@ class ByteCache(Generic[Value]):
     """The most recently used values, of at most ``limit`` bytes together. Thread-safe.
 
     A value larger than ``limit`` is not cached.
+
+    Args:
+        limit: the bytes.
+        nbytes: the bytes of a value.
+        entries: the number of values without an owner, at most; by default any.
     """
 
-    def __init__(self, limit: int, nbytes: Callable[[Value], int]) -> None:
-        self._limit = limit
-        self._nbytes = nbytes
+    def __init__(self, limit: int, nbytes: Callable[[Value], int], entries: int | None = None) -> None:
+        self._limit, self._nbytes, self._entries = limit, nbytes, entries
         self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
-        self._lock = Lock()  # autograd runs backward on threads of its own
+        self._owned: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by owner: its keys
+        # Autograd runs backward on threads of its own. An owner may be freed while this thread has the lock.
+        self._lock = RLock()
         self.total = 0
 
-    def get(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of ``key``, made by ``make()`` if the cache does not hold it."""
+    def get(self, key: Hashable, make: Callable[[], Value], owner: object = None) -> Value:
+        """The value of ``key``, made by ``make()`` if the cache does not hold it.
+
+        The value is dropped when ``owner`` is freed; so it must not refer to it.
+        """
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
@@ -43,9 +56,26 @@ class ByteCache(Generic[Value]):
                 if key not in self._values:
                     self._values[key] = value, size
                     self.total += size
-                while self.total > self._limit:
+                    if owner is not None:
+                        self._keys_of(owner).add(key)
+                while self.total > self._limit or len(self._values) > (self._entries or len(self._values)):
                     self.total -= self._values.popitem(last=False)[1][1]
         return value
+
+    def _keys_of(self, owner: object) -> set[Hashable]:
+        if owner not in self._owned:
+            self._owned[owner] = keys = set[Hashable]()
+            weakref.finalize(owner, self._drop, keys).atexit = False
+        found: set[Hashable] = self._owned[owner]
+        return found
+
+    def _drop(self, keys: set[Hashable]) -> None:
+        with self._lock:
+            for key in keys & self._values.keys():
+                self.total -= self._values.pop(key)[1]
+
+    def __len__(self) -> int:
+        return len(self._values)
 
     def clear(self) -> None:
         with self._lock:
@@ -60,11 +90,13 @@ def tensor_bytes(value: Any) -> int:
 
 # Index tensors and key intervals, on any device. A new mask of 1 M tokens on 8 ranks takes about 8 MiB.
 _tensors: ByteCache[Any] = ByteCache(64 << 20, tensor_bytes)
+_without_owner: ByteCache[Any] = ByteCache(64 << 20, tensor_bytes, entries=256)
 
 
-def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value]) -> Value:
-    """A value made of tensors on ``device``: made by ``make()`` if it is not cached."""
-    value: Value = _tensors.get((key, *context_of(device)), make)
+def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value], owner: object = None) -> Value:
+    """A value made of tensors on ``device``: made by ``make()`` if it is not cached. See ``ByteCache.get``."""
+    cache = _without_owner if owner is None else _tensors
+    value: Value = cache.get((key, *context_of(device)), make, owner)
     return value
 
 

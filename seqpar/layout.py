@@ -222,9 +222,20 @@ class Positions:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-@lru_cache(maxsize=4096)
 def merged_positions(seq_len: int, ranks: int, first: int, count: int, layout: Layout) -> Positions:
-    """The positions of the tokens of the ranks ``first ... first + count - 1`` of ``ranks`` together."""
+    """The positions of the tokens of the ranks ``first ... first + count - 1`` of ``ranks`` together. Cached."""
+    found = _positions_of(seq_len, ranks, layout)
+    if (first, count) not in found:
+        found[first, count] = _merged_positions(seq_len, ranks, first, count, layout)
+    return found[first, count]
+
+
+@lru_cache(maxsize=32)  # of the last lengths, as many as there are ranks: a step may have a new length
+def _positions_of(seq_len: int, ranks: int, layout: Layout) -> dict[tuple[int, int], Positions]:
+    return {}
+
+
+def _merged_positions(seq_len: int, ranks: int, first: int, count: int, layout: Layout) -> Positions:
     if layout == "striped":
         periods, rest = divmod(max(0, seq_len - first), ranks)
         held = periods * count + min(rest, count)
@@ -317,7 +328,7 @@ class TokenLayout:
         return merged_positions(self.seq_len, self.ranks * self.tensor, first, count, self.layout)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def _ulysses_pieces(sharding: TokenLayout, ring_rank: int) -> tuple[tuple[Piece, ...], ...]:
     full, tensor = sharding.ring_positions(ring_rank), sharding.tensor
     first = ring_rank * sharding.ulysses

@@ -120,9 +120,8 @@ def too_long(intervals: KeyIntervals, q: Tensor, k: Tensor) -> bool:
 
 
 class _Arguments(NamedTuple):
-    """What FlashAttention-4 takes for key intervals. ``intervals`` are not freed while the cache has their lists."""
+    """What FlashAttention-4 takes for key intervals."""
 
-    intervals: KeyIntervals
     padded: tuple[Tensor, Tensor]  # lo and hi, int32 [b, q of all blocks]
     lists: BlockLists
 
@@ -140,9 +139,10 @@ def interval_arguments(intervals: KeyIntervals | None, q: Tensor, k: Tensor, *, 
         lo, hi = (
             F.pad(x.expand(len(q), -1), (0, -q.shape[1] % q_block)).contiguous() for x in (intervals.lo, intervals.hi)
         )
-        return _Arguments(intervals, (lo, hi), lists)
+        return _Arguments((lo, hi), lists)
 
-    found = cached_tensors(("block lists", id(intervals), len(q), backward), q.device, make)
+    # The intervals are freed before others can have their id.
+    found = cached_tensors(("block lists", id(intervals), len(q), backward), q.device, make, intervals)
     names = "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"
     return {
         "mask_mod": _interval_mask(),

@@ -193,7 +193,7 @@ class AttentionPlan:
             on_host = partial(_intervals_on_host, plan, index)
             return KeyIntervals(lo, hi, q_positions, k_positions, made_on_host=on_host)
 
-        return cached_tensors((self._token, index, positions), device, make)
+        return cached_tensors((self._token, index, positions), device, make, self)
 
     def _global_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The first and one past the last visible position of each local query, ``[b, q_len]``. Cached."""
@@ -206,7 +206,7 @@ class AttentionPlan:
             lo, hi = (torch.stack(ends).clamp_(max=seq_len).to(dtype) for ends in zip(*rows, strict=True))
             return lo, hi
 
-        return cached_tensors((self._token, "global"), device, make)
+        return cached_tensors((self._token, "global"), device, make, self)
 
     @property
     def _queries(self) -> Positions:
@@ -358,7 +358,7 @@ def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int) -> KeyInt
 
 
 # Plans by mask and sharding. Equal masks share a plan, so a mask that is made anew for every layer is planned once.
-_plans: ByteCache[AttentionPlan] = ByteCache(8 << 20, AttentionPlan.nbytes)
+_plans: ByteCache[AttentionPlan] = ByteCache(8 << 20, AttentionPlan.nbytes, entries=32)
 _PLANS_OF_A_MASK = 8
 
 

@@ -102,7 +102,7 @@ class RowSpans:
             rows = columns[0].repeat_interleave(columns[1], output_size=len(self))
             return rows.add_(torch.arange(len(self), device=device))
 
-        return cached_tensors(("selection", self.spans), device, make)
+        return cached_tensors(("selection", self.spans), device, make, self)
 
     def locate(self, rows: RowSpans) -> RowSpans:
         """The indices of ``rows``, a subset of the selected rows, among the selected rows."""
@@ -218,6 +218,7 @@ class GatheredRows:
             ("gathered", self.ranges, self.local.shard_positions, shard.shard_positions),
             device,
             lambda: self.counts_below(shard.positions(device)),
+            self,
         )
 
     def scatter(self, index: int, xs: Sequence[Tensor], out: Sequence[Tensor]) -> None:

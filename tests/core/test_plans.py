@@ -70,6 +70,44 @@ def test_past_masks_keep_no_memory() -> None:
     assert cache._tensors.total <= max(tensors, 64 << 20)
 
 
+@on_ranks
+def objects_after_steps(group: ProcessGroup, strategy: str) -> list[int]:
+    """The Python objects after 80 steps, and after 80 more, each with a mask and a length of its own."""
+    counts = []
+    for stop in (80, 160):
+        for seed in range(stop - 80, stop):
+            seq_len = 100 + 37 * seed
+            sharding = seqpar.Sharding(seq_len, "zigzag", group=group)
+            q, k, v = (torch.randn(1, sharding.seq_local, 2, 4, requires_grad=True) for _ in range(3))
+            seqpar.attention(
+                q, k, v, strategy=strategy, mask=packed(seq_len, 6, seed), sharding=sharding
+            ).sum().backward()
+        gc.collect()
+        counts.append(len(gc.get_objects()))
+    return counts
+
+
+@pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared memory"])
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_past_steps_leave_no_objects(pool: Pool, strategy: str, shared_memory: bool) -> None:
+    for before, after in pool.run(2, objects_after_steps, strategy, shared_memory=shared_memory):
+        assert after - before < 80, f"{after - before} objects in 80 steps"
+
+
+def test_an_entry_is_dropped_with_its_owner() -> None:
+    class Owner:
+        pass
+
+    small: cache.ByteCache[torch.Tensor] = cache.ByteCache(100, cache.tensor_bytes, entries=3)
+    owner, other = Owner(), Owner()
+    for key, of in (("a", owner), ("b", other), ("c", owner), ("d", None)):
+        small.get(key, lambda: torch.zeros(10, dtype=torch.uint8), of)
+    assert len(small) == 3 and small.total == 30  # without "a", the oldest
+    del owner
+    assert len(small) == 2 and small.total == 20
+    small.get("b", lambda: pytest.fail("it is held"), other)
+
+
 def test_the_mask_of_a_layer_is_freed_with_the_mask_of_the_batch() -> None:
     mask = Mask.documents([0, 300, 1000])
     of_layer = ref(layer_mask(mask, True, 8, None))

@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import seqpar
 import seqpar.hf
 from seqpar.hf.batch import documents_from_positions, shard_for_rank, token_ranges
-from seqpar.layout import Layout
+from seqpar.layout import Layout, shard_positions
 
 from ..pool import Pool, on_ranks
 from .workers import make_batch
@@ -30,7 +30,7 @@ def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **op
     """One tensor of the full batch, unsharded from the parts of all ranks."""
     parts = [shard_for_rank(batch, ranks, rank, layout, **options)[name] for rank in range(ranks)]
     order = torch.cat(
-        [seqpar.layout.shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)]
+        [shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)]
     )
     return torch.cat(parts, 1)[:, order.argsort()]
 

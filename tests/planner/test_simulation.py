@@ -286,7 +286,7 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
     planned, runtime = {}, {}
     for name, options in STRATEGIES.items():
         ulysses = world if name == "ulysses" else options.get("ulysses_size", 1)
-        sharding = seqpar.layout.TokenLayout(tokens, "zigzag", world // ulysses, ulysses)
+        sharding = TokenLayout(tokens, "zigzag", world // ulysses, ulysses)
         with simulated(world, rank, PER_HOST, monkeypatch) as group:
             q, k = (torch.zeros(BATCH, tokens // world, n, HEAD_DIM, requires_grad=True) for n in (8, kv_heads))
             with seqpar.trace() as t:

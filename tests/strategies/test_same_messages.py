@@ -23,6 +23,7 @@ import seqpar
 from seqpar import Mask, Sharding
 from seqpar.cache import ByteCache
 from seqpar.layers import rotary
+from seqpar.rendezvous import store_all_gather
 
 from ..pool import Pool, on_ranks
 from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
@@ -58,7 +59,7 @@ def recorded(record: list[Operation]) -> Iterator[None]:
 
         return call
 
-    gather = seqpar.rendezvous.store_all_gather
+    gather = store_all_gather
 
     def recorded_gather(purpose: str, ranks: Any, *args: Any) -> Any:
         record.append(Operation(str(tuple(ranks)), purpose, 0))
