@@ -121,8 +121,9 @@ def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...],
         if count - 1 in stages:
             torch.testing.assert_close(torch.stack(losses), torch.stack(expected))
         norm = nn.utils.clip_grad_norm_(local.parameters(), torch.inf)
-        if pp.size() == 1:
-            torch.testing.assert_close(seqpar.clip_grad_norm_(modules, torch.inf, mesh=mesh), norm)
+        square = seqpar.clip_grad_norm_(modules, torch.inf, mesh=mesh).square()  # of this rank's stages
+        dist.all_reduce(square, group=pp)
+        torch.testing.assert_close(square.sqrt(), norm)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -29,9 +29,7 @@ pytestmark = pytest.mark.slow
 def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **options: Any) -> Tensor:
     """One tensor of the full batch, unsharded from the parts of all ranks."""
     parts = [shard_for_rank(batch, ranks, rank, layout, **options)[name] for rank in range(ranks)]
-    order = torch.cat(
-        [shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)]
-    )
+    order = torch.cat([shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)])
     return torch.cat(parts, 1)[:, order.argsort()]
 
 
