@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+_OUTSIDE = ("DistillationTrainer", "AsyncDistillationTrainer")  # of TRL: their losses are no function of outputs
+
+
 class ParallelismConfig(accelerate.ParallelismConfig):
     """accelerate's ``ParallelismConfig`` for models that seqpar parallelizes: ``cp_size`` ranks share each sequence.
 
@@ -141,9 +144,14 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
             config = self._original._for_accelerator(accelerator, batches)
+        if config.sequence_ranks > 1 and any(c.__name__ in _OUTSIDE for c in _classes_of_trl(trainer)):
+            raise ValueError(
+                f"{type(trainer).__name__}: it computes its loss from parts of the model, outside of the model's "
+                "forward, where each rank has its own tokens only; train with cp_size=1, or use TRL's GKDTrainer"
+            )
         accelerator.state.parallelism_config = config
         accelerator.state.device_mesh = config.device_mesh
-        prepare_models(accelerator, config._parallelize)
+        prepare_models(accelerator, partial(config._parallelize, trainer=trainer))
         if batches == "shared":
             share_sequences(accelerator, config.sequence_ranks)
             config._multiplier = ""
@@ -197,9 +205,11 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         config.device_mesh = mesh
         return config
 
-    def _parallelize(self, model: nn.Module) -> None:
+    def _parallelize(self, model: nn.Module, trainer: Trainer | None = None) -> None:
         """Parallelize ``model``, unless it is parallelized already or contains no transformers model."""
         ranks, batches = self.sequence_ranks, self.settings.batches
+        if ranks > 1 and batches == "shared":
+            _check_loss_modules(getattr(trainer, "loss", None), ranks)
         if self._multiplier and ranks > 1:
             for root in model.modules():
                 if isinstance(root, PreTrainedModel) and ignores_num_items(root):
@@ -230,12 +240,28 @@ def _trainer_being_made() -> Trainer | None:
     return None
 
 
+def _check_loss_modules(losses: Any, ranks: int) -> None:
+    """Raise an error if a loss of sentence-transformers gathers rows of all processes, and takes them for others."""
+    for loss in losses.values() if isinstance(losses, dict) else (losses,):
+        for module in loss.modules() if isinstance(loss, nn.Module) else ():
+            if getattr(module, "gather_across_devices", False):
+                raise ValueError(
+                    f"gather_across_devices=True: {type(module).__name__} would count the rows of a batch {ranks} "
+                    f"times, because {ranks} processes share them; leave it out, or let each process have rows of its "
+                    "own by ParallelismConfig(batches='per_rank')"
+                )
+
+
+def _classes_of_trl(trainer: Trainer | None) -> list[type]:
+    return [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+
+
 def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
     """Whether ``trainer`` is a TRL trainer other than SFTTrainer and its subclasses.
 
     These trainers compute rewards and statistics for the samples of each process, and would count equal samples twice.
     """
-    names = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
+    names = {cls.__name__ for cls in _classes_of_trl(trainer)}
     if not names or "SFTTrainer" in names:
         return False
     if tuple(map(int, (installed := version("trl")).split(".")[:2])) < (1, 9):

@@ -5,8 +5,9 @@ each token attends to itself only. The rows of the batch differ in one token. If
 too, a layer mixes tokens without using the interface, whatever its class is called.
 
 The last row has the same tokens with the same ``position_ids``, some tokens further to the right. If the output of a
-token differs there, a layer counts the tokens in its input. A second run, without ``position_ids`` and with padding in
-this row, tells whether the model takes 0, 1, 2, ... for them.
+token differs there, a layer counts the tokens in its input. Two more runs of this row, with padding, with and without
+``position_ids`` of 0, 1, 2, ..., tell whether the model takes these by itself. In them each token attends to the token
+before it, so that rotary embeddings may start at any position.
 
 The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
 parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
@@ -62,7 +63,7 @@ class Trial:
         # The innermost module whose output for a token depends on the index of the token in the input.
         self.counter: tuple[str, str] | None = None
         self.own_positions = False  # whether the positions of the model are not 0, 1, 2, ... without position_ids
-        self.records = True  # False in the second run
+        self.records = True  # False in the last two runs
         self.error: Exception | None = None  # what ended the trial run
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
@@ -86,7 +87,7 @@ class Trial:
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
         if not self.records:
-            return attend_to_own_token(module, q, k, v)
+            return _attend_to_token_before(module, q, k, v)
         self.attention_modules.append(module)
         self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
         self.scalings[self._names[module]] = kwargs.get("scaling")
@@ -103,11 +104,11 @@ class Trial:
             raise ValueError("its outputs are not finite")
 
     def check_positions(self, output: Any, without_ids: Any) -> None:
-        """Compare the last row of the outputs of both runs, except for its padding."""
+        """Compare the outputs of one row, except for its padding, with ``position_ids`` of 0, 1, 2, ... and without."""
         for x, y in zip(_tensors(output), _tensors(without_ids), strict=True):
-            ours, theirs = (_by_token(z, self.rows, self.length) for z in (x, y))
+            ours, theirs = (_by_token(z, 1, self.length) for z in (x, y))
             if ours is not None and theirs is not None:
-                change = (ours[-1, _SHIFT:] - theirs[-1, _SHIFT:]).abs().max()
+                change = (ours[:, _SHIFT + 1 :] - theirs[:, _SHIFT + 1 :]).abs().max()
                 self.own_positions |= float(change) > _tolerance(ours)
 
     def _check(self, values: Any, module: nn.Module) -> None:
@@ -132,6 +133,14 @@ def attend_to_own_token(
     token = v + k.mean(-1, keepdim=True)  # [batch, kv_heads, seq, v_head_dim]
     out = token.repeat_interleave(groups, dim=1) + q.mean(-1, keepdim=True)
     return out.transpose(1, 2).contiguous().to(v.dtype), None
+
+
+def _attend_to_token_before(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    if has_latent_kv(module):
+        k, v = expand(module, k, v)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    score = (q * k.roll(1, 2)).mean(-1, keepdim=True)  # [batch, heads, seq, 1]
+    return (v + score).transpose(1, 2).contiguous().to(v.dtype), None
 
 
 @torch.no_grad()
@@ -172,12 +181,15 @@ def run_trial(root: PreTrainedModel) -> Trial:
                 trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
             trial.check_output(output)
             trial.records, masks = False, len(trial.mask_calls)
-            for result in results:
-                result.clear()
+            arguments["input_ids"] = ids[-1:]
             if "attention_mask" in parameters:
-                arguments["attention_mask"] = torch.ones_like(ids)
-                arguments["attention_mask"][-1, :_SHIFT] = 0
-            trial.check_positions(output, root(**arguments))
+                arguments["attention_mask"] = (torch.arange(trial.length) >= _SHIFT).long()[None]
+            outputs = []
+            for given in ({"position_ids": positions[-1:]}, {}):
+                for result in results:
+                    result.clear()
+                outputs.append(root(**arguments, **given))
+            trial.check_positions(*outputs)
             del trial.mask_calls[masks:]
         except Exception as error:
             trial.error = error

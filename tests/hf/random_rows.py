@@ -42,9 +42,8 @@ def masked(rows: list[Tensor]) -> dict[str, Tensor]:
 
 def loader_of(workers: int = 0, rank: int = 0) -> DataLoader[Any]:
     init = partial(seed_worker, num_workers=workers, rank=rank)  # as the Trainer has it
-    return DataLoader(
-        Crops(), 2, sampler=Shuffled(), collate_fn=masked, num_workers=workers, worker_init_fn=init if workers else None
-    )
+    more: Any = {"worker_init_fn": init, "multiprocessing_context": "fork"} if workers else {}
+    return DataLoader(Crops(), 2, sampler=Shuffled(), collate_fn=masked, num_workers=workers, **more)
 
 
 def draw(amount: int) -> None:

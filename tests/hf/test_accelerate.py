@@ -652,3 +652,27 @@ def test_ranks_draw_the_same_rows(pools: dict[int, Pool], workers: int) -> None:
     assert by_rank[0] == by_rank[1] != by_rank[2] == by_rank[3] and len(by_rank[0]) == 4
     rows = sorted(row[0] // 100 for rank in (0, 2) for _, labels in by_rank[rank][:2] for row in labels)
     assert rows == [*range(8)]  # every row of an epoch once
+
+
+class Distillation(transformers.Trainer):  # type: ignore[misc]
+    """Stands for TRL's trainer, which needs a second model."""
+
+
+Distillation.__name__, Distillation.__module__ = "DistillationTrainer", "trl.trainer.distillation_trainer"
+
+
+@on_ranks
+def refused_trainers(group: ProcessGroup, folder: str) -> None:
+    config = seqpar.hf.ParallelismConfig(cp_size=2)
+    with torchrun(group):
+        trainer = trainer_of(tiny("llama"), config, folder, 1, sequences(4))
+        trainer.loss = torch.nn.Linear(1, 1)
+        trainer.loss.gather_across_devices = True
+        with pytest.raises(ValueError, match=r"gather_across_devices=True: .* 2 times, .*batches='per_rank'"):
+            trainer.train()
+    with torchrun(group), pytest.raises(ValueError, match="DistillationTrainer: it computes its loss from parts"):
+        trainer_of(tiny("llama"), config, folder, 1, sequences(4), trainer=Distillation)
+
+
+def test_refused_trainers(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pools[2].run(2, refused_trainers, str(tmp_path))
