@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .checks import check_head_vector, check_inputs, no_compile
+from .base.checks import check_head_vector, check_inputs, no_compile
 from .comm.collectives import all_gather_single
 from .comm.trace import count_sent
 from .comm.waiting import run

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import check_head_vector, check_inputs, check_int, has_length, no_compile
+from .base.checks import check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
 from .layout import Layout, check_lengths

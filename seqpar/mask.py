@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_bool, check_int
-from .compile_types import Opaque, register_reference_type
+from .base.checks import check_bool, check_int
+from .base.compile_types import Opaque, register_reference_type
 from .mask_rules import (
     CausalBlocks,
     Chunked,

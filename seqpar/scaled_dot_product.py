@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from .checks import check_int
+from .base.checks import check_int
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .mask import Mask

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import check_choice, no_compile
+from .base.checks import check_choice, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from .layout import LAYOUTS, Layout, check_lengths
 from .sharding import Sharding, check_dim, check_sharding, require_layout, resolve_sequence_group

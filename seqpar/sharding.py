@@ -14,17 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .checks import check_bool, check_choice, check_dense, check_int, no_compile
+from .base.checks import check_bool, check_choice, check_dense, check_int, no_compile
+from .base.compile_types import Opaque, register_reference_type
 from .comm.waiting import operation
-from .compile_types import Opaque, register_reference_type
-from .layout import (
-    LAYOUTS,
-    Layout,
-    TokenLayout,
-    check_length,
-    shard_length,
-    shard_positions,
-)
+from .layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
 from .mesh import (
     all_ranks_group,
     check_mesh_and_group,

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cache import cached_tensors, upload
-from .checks import check_bool, check_dropout, check_number, check_options
-from .compile_types import Opaque, register_constant_type
+from .base.cache import cached_tensors, upload
+from .base.checks import check_bool, check_dropout, check_number, check_options
+from .base.compile_types import Opaque, register_constant_type
 from .heads import Heads
 from .kernels import check_backend
 from .mask import LayerMask

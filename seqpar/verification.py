@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
-from .checks import check_number
+from .base.checks import check_number
 from .comm.trace import trace
 from .comm.waiting import run, waiting
 from .mesh import check_mesh_and_group, size_of

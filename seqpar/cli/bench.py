@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..checks import check_int
+from ..base.checks import check_int
 from ..mesh import ranks_by_host
 from ..planner.mixes import MIXES
 from .bench_cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
@@ -33,15 +33,7 @@ from .bench_run import BOTH, PASSES, CaseResult, Sample, run_cases
 from .bench_runners import adapters
 from .launch import CommandError, bad_options, cores, join, launch, under_launcher
 from .plan import read_tokens
-from .tables import (
-    device_name,
-    human_bytes,
-    make_folder,
-    number_table,
-    pyplot_without_display,
-    save_figure,
-    write_csv,
-)
+from .tables import device_name, human_bytes, make_folder, number_table, pyplot_without_display, save_figure, write_csv
 
 _DEADLINE_S = 4 * 3600.0  # of the whole command
 _WIDTH = 160  # columns of the tables if stdout is not a terminal

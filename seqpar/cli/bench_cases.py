@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_choice, check_int, check_number
+from ..base.checks import check_choice, check_int, check_number
 from ..kernels import BACKENDS
 from ..layout import LAYOUTS, Layout
 from ..mask import Mask

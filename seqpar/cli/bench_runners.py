@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..checks import check_choice
+from ..base.checks import check_choice
 from ..comm.p2p import without_messages
 from ..comm.trace import count_sent, trace
 from ..functional import attention

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..checks import check_choice, check_int
+from ..base.checks import check_choice, check_int
 from .launch import CommandError, bad_options, cores, launch, threads_per_rank
 from .tables import human_bytes, make_folder, number_table, pyplot_without_display, save_figure, write_csv
 

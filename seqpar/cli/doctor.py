@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..checks import check_int
+from ..base.checks import check_int
 from ..comm.nccl import nccl_problems, nccl_report, nccl_version
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..checks import check_int
+from ..base.checks import check_int
 from ..planner import HARDWARE, MODELS, Choice, Plan
 from ..planner import plan as make_plan
 from ..planner.hardware import hardware_of

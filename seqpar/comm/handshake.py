@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import DTYPES, check_alike
+from ..base.checks import DTYPES, check_alike
 from ..mask import Mask
 from ..mesh import Ranks, parent_group
 from ..rendezvous import LONG_WAIT, group_timeout, own_entry

@@ -44,7 +44,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
-from ..checks import check_choice, check_int
+from ..base.checks import check_choice, check_int
 from ..memory import Memory
 from ..mesh import set_timeouts
 from .patch import Arguments, apply

@@ -30,7 +30,7 @@ from transformers.masking_utils import (
     remap_positions_for_packed_sequence,
 )
 
-from ..checks import check_inputs, no_compile
+from ..base.checks import check_inputs, no_compile
 from ..mask import LayerMask, Mask, layer_mask
 from ..placement import ANY_RANKS
 from ..planner.rules import named

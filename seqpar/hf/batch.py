@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils._pytree import register_pytree_node
 
-from ..checks import check_choice
+from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.waiting import waiting
 from ..layout import LAYOUTS, Layout, shard_positions

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.data import DistributedSampler, IterableDataset, default_collate
 
-from ..checks import check_choice
+from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..functional import mask_planner
 from ..layout import LAYOUTS, Layout

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..checks import no_compile
+from ..base.checks import no_compile
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
 from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs

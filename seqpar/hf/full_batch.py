@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from ..checks import no_compile
+from ..base.checks import no_compile
 from ..layout import shard_positions
 from ..mask import Mask
 from ..memory.weights import CACHE_ARGUMENTS

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from ..checks import no_compile
+from ..base.checks import no_compile
 from ..comm.collectives import all_gather, sum_shards
 from ..comm.waiting import run
 from ..layers.loss import AllReduceSum

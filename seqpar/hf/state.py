@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
-from ..checks import check_bool, check_choice, check_int, check_number, check_options, check_slopes, no_compile
+from ..base.checks import check_bool, check_choice, check_int, check_number, check_options, check_slopes, no_compile
 from ..decoding import Intervals
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients

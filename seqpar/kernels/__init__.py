@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..checks import check_choice
+from ..base.checks import check_choice
 from ..comm.trace import count_backend
 from .base import Backend, Score
 from .cpu import CpuBackend

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache import cached_tensors
+from ..base.cache import cached_tensors
 from ..schedule.rows import KeyIntervals
 
 _K_BLOCK = 128  # of FlashAttention-4's kernels for a head_dim up to 128

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..cache import upload
+from ..base.cache import upload
 from ..comm.trace import count_backend
 from ..schedule.rows import KeyIntervals
 from .bands import Abilities, Call, cut

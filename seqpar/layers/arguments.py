@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..checks import check_int
+from ..base.checks import check_int
 from .rotary import RotaryEmbedding
 
 

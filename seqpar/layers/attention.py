@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import (
+from ..base.checks import (
     check_bool,
     check_choice,
     check_dropout,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checks import check_choice
+from ..base.checks import check_choice
 from ..decoding import KeyValueCache
 from ..mask import Mask
 from ..sharding import Sharding

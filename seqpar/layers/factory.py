@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import check_choice
+from ..base.checks import check_choice
 from ..kernels import BackendName
 from ..layout import Layout
 from ..mask import Mask

@@ -14,7 +14,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ..checks import check_choice, check_module
+from ..base.checks import check_choice, check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..comm.waiting import operation, run

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import DTYPES, check_choice, check_int, no_compile
+from ..base.checks import DTYPES, check_choice, check_int, no_compile
+from ..base.library import operator
 from ..comm.collectives import all_gather, all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..comm.waiting import operation
-from ..library import operator
 from ..mesh import size_of, tensor_group
 from ..sharding import Sharding, check_sharding
 from ..strategies.gemm import sum_dtype

@@ -28,12 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..cache import context_of, upload
-from ..checks import check_choice, check_int, check_number
+from ..base.cache import context_of, upload
+from ..base.checks import check_choice, check_int, check_number
+from ..base.compile_types import Opaque, register_reference_type, unwrap
+from ..base.library import operator
 from ..comm.handshake import all_gather_header
-from ..compile_types import Opaque, register_reference_type, unwrap
 from ..kernels.elementwise import elementwise_kernels
-from ..library import operator
 from ..sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.

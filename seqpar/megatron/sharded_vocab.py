@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ..checks import DTYPES
+from ..base.checks import DTYPES
+from ..base.compile_types import Opaque, register_constant_type
+from ..base.library import operator
 from ..comm.collectives import all_gather, all_reduce
-from ..compile_types import Opaque, register_constant_type
 from ..layout import chunk_range
-from ..library import operator
 from ..mesh import rank_in, size_of, tensor_group
 from ..placement import ParallelContext
 from ..sharding import Sharding

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import check_choice, check_hidden, check_int, check_options, no_compile
+from ..base.checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.collectives import all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads

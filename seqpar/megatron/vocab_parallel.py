@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import check_choice, check_hidden, check_int
+from ..base.checks import check_choice, check_hidden, check_int
 from ..mesh import size_of
 from ..placement import ANY_RANKS, ParallelContext
 from ..sharding import Sharding, check_sharding

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import no_compile
+from ..base.checks import no_compile
 from .layers import contexts_of_part
 from .weights import CACHE_ARGUMENTS, Forward, Weights, replace_forward
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar, get_args
 
 from torch import nn
 
-from ..checks import check_bool, check_choice, check_int, check_module
+from ..base.checks import check_bool, check_choice, check_int, check_module
 from .head_groups import group_heads
 from .layers import Chain, checkpoint_layer
 from .tiles import tile_mlp

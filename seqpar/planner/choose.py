@@ -9,7 +9,7 @@ from math import ceil, lcm
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_choice, check_int, check_number
+from ..base.checks import check_choice, check_int, check_number
 from ..mask import Mask
 from .code import code
 from .forecast import expected_cost, forecast

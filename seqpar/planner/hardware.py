@@ -9,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_bool, check_choice
+from ..base.checks import check_bool, check_choice
 
 GIB = 1 << 30
 _EXAMPLE_RATES = "{flash3: [616e12, 561e12]}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import check_choice
+from ..base.checks import check_choice
 from ..mask import Mask
 
 # Histograms of document lengths by name.

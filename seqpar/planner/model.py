@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_choice, check_int
+from ..base.checks import check_choice, check_int
 from ..mask import Mask
 from .hardware import read_mapping
 

@@ -43,22 +43,13 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from ..cache import ByteCache, cached_tensors
+from ..base.cache import ByteCache, cached_tensors
 from ..heads import Heads
 from ..layout import CPU, Positions, TokenLayout
 from ..mask import Mask
 from .program import NO_HOP, Hop, Program, Step, Transfer
 from .rounds import p2p_rounds
-from .rows import (
-    NO_ROWS,
-    GatheredRows,
-    KeyIntervals,
-    RowSpans,
-    ShardRows,
-    merged_ranges,
-    rows_in,
-    visible_ranges,
-)
+from .rows import NO_ROWS, GatheredRows, KeyIntervals, RowSpans, ShardRows, merged_ranges, rows_in, visible_ranges
 
 # Under a striped layout, a rank's queries see up to one range of keys per document. If documents times ranks exceed
 # this number, a rank receives all keys between the first and the last one that it needs. A list of ranges would then

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import cached_tensors, upload
+from ..base.cache import cached_tensors, upload
 from ..layout import CPU, Positions, Stripe
 from ..runs import Runs
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypedDict, get_args
 
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..checks import check_choice, check_int, check_options
+from ..base.checks import check_choice, check_int, check_options
 from ..mesh import ring_and_ulysses_ranks, sequence_group, size_of
 from ..placement import Placement
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cache import cached_tensors, upload
+from ..base.cache import cached_tensors, upload
 from ..comm.p2p import links_of
 from ..comm.streams import ReadyEvents
 from ..heads import Heads

@@ -23,13 +23,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..base.compile_types import unwrap
+from ..base.library import operator
 from ..comm.handshake import all_gather_header
 from ..comm.trace import count_choice
-from ..compile_types import unwrap
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
 from ..layout import check_length
-from ..library import operator
 from ..mask import Mask, layer_mask
 from ..placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..cache import cached_tensors
+from ..base.cache import cached_tensors
 from ..comm.collectives import all_gather, all_to_all_single, reduce_scatter
 from ..comm.p2p import Link, connect, exchange
 from ..comm.trace import count_sent

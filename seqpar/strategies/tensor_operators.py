@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ..cache import context_of
-from ..compile_types import Opaque, register_constant_type
-from ..library import operator
+from ..base.cache import context_of
+from ..base.compile_types import Opaque, register_constant_type
+from ..base.library import operator
 from ..placement import ParallelContext
 from ..sharding import Sharding
 from ..spec import AttentionSpec

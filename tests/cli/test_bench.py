@@ -26,15 +26,7 @@ from seqpar import Mask
 from seqpar.cli.bench import draw_charts, rows_of, table_of
 from seqpar.cli.bench_cases import PRESETS, BenchCase, BenchConfig, BenchStrategy
 from seqpar.cli.bench_run import BOTH, FORWARD, CaseMeasurement, CaseResult, Groups, Sample, busy_seconds
-from seqpar.cli.bench_runners import (
-    BenchSetting,
-    Peer,
-    RefusalError,
-    adapters,
-    make_peer,
-    peer_runner,
-    strategy_runner,
-)
+from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError, adapters, make_peer, peer_runner, strategy_runner
 from seqpar.planner.hardware import AttentionRate
 from seqpar.planner.layer import attention_seconds
 from seqpar.planner.setting import Setting

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar import Mask, cache
+from seqpar import Mask
+from seqpar.base import cache
 from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
 from seqpar.mask import layer_mask
 from seqpar.schedule import plan as plans

@@ -21,12 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Mask, Sharding
 from seqpar.layers.rotary import rotary_length, rotary_table
-from seqpar.megatron.sharded_vocab import (
-    VocabPart,
-    vocab_cross_entropy,
-    vocab_embedding,
-    vocab_linear_cross_entropy,
-)
+from seqpar.megatron.sharded_vocab import VocabPart, vocab_cross_entropy, vocab_embedding, vocab_linear_cross_entropy
 from seqpar.placement import ANY_RANKS, ParallelContext
 from seqpar.spec import AttentionSpec
 from seqpar.strategies.operators import attention

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.cache import ByteCache
+from seqpar.base.cache import ByteCache
 from seqpar.layers import rotary
 from seqpar.rendezvous import store_all_gather
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
-from seqpar import cache
+from seqpar.base import cache
 from seqpar.layout import LAYOUTS, Layout
 from seqpar.placement import ParallelContext
 from seqpar.spec import AttentionSpec

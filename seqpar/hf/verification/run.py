@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from ...checks import check_number
+from ...base.checks import check_number
 from ...comm.handshake import all_gather_header
 from ...comm.waiting import run
 from ...layers.gradients import shard_groups, sync_gradients
