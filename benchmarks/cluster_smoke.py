@@ -48,7 +48,7 @@ import seqpar
 from seqpar.comm.nccl import nccl_report
 from seqpar.comm.p2p import exchange
 from seqpar.layout import LAYOUTS
-from seqpar.mesh import ranks_by_host
+from seqpar.ranks.mesh import ranks_by_host
 
 # CUDA reads it when it starts: matrix products with the same result in every run, for the resumed run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

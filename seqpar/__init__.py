@@ -29,7 +29,7 @@ from .layers import (
 )
 from .layers.factory import ParallelAttention
 from .mask import Mask
-from .mesh import init_mesh
+from .ranks.mesh import init_mesh
 from .scaled_dot_product import replace_sdpa, sdpa
 from .shard_functions import positions, shard, unshard
 from .sharding import Sharding

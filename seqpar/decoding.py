@@ -29,7 +29,7 @@ from .heads import Heads
 from .kernels import select
 from .kernels.base import Carry, Score, empty_carry, finish, merge_
 from .mask import Mask
-from .mesh import rank_in, size_of
+from .ranks.mesh import rank_in, size_of
 from .same_rows import compare, compares_now
 from .schedule.rows import KeyIntervals
 from .sharding import Sharding

@@ -20,9 +20,9 @@ from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerpr
 from .kernels import BackendName
 from .layout import Layout, check_lengths
 from .mask import Mask
-from .mesh import sequence_group
 from .placement import ANY_RANKS
 from .planner.rules import named
+from .ranks.mesh import sequence_group
 from .schedule.plan import plan_ahead
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec

@@ -10,7 +10,16 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from .base.compile_types import Opaque, register_reference_type
 from .layout import TokenLayout
-from .mesh import Ranks, Subgroup, check_mesh_and_group, rank_in, ranks_by_host, ranks_per_host, size_of, tensor_group
+from .ranks.mesh import (
+    Ranks,
+    Subgroup,
+    check_mesh_and_group,
+    rank_in,
+    ranks_by_host,
+    ranks_per_host,
+    size_of,
+    tensor_group,
+)
 
 _NO_TOKENS = TokenLayout(0)
 

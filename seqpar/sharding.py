@@ -18,7 +18,8 @@ from .base.checks import check_bool, check_choice, check_dense, check_int, no_co
 from .base.compile_types import Opaque, register_reference_type
 from .comm.waiting import operation
 from .layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
-from .mesh import (
+from .placement import ANY_RANKS, ParallelContext, Placement
+from .ranks.mesh import (
     all_ranks_group,
     check_mesh_and_group,
     context_group,
@@ -29,7 +30,6 @@ from .mesh import (
     shown,
     size_of,
 )
-from .placement import ANY_RANKS, ParallelContext, Placement
 from .same_rows import compare, compares_now
 from .shards import Unshard, local_shard
 from .spec import REPLICATED, AttentionSpec

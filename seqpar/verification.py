@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .base.checks import check_number
 from .comm.trace import trace
 from .comm.waiting import run, waiting
-from .mesh import check_mesh_and_group, size_of
+from .ranks.mesh import check_mesh_and_group, size_of
 from .same_rows import OtherRowsError
 from .sharding import Sharding
 from .spec import AttentionSpec

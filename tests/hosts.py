@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from seqpar import mesh
+from seqpar.ranks import mesh
 
 
 @contextmanager

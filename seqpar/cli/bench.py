@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..base.checks import check_int
-from ..mesh import ranks_by_host
 from ..planner.mixes import MIXES
+from ..ranks.mesh import ranks_by_host
 from .bench_cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
 from .bench_run import BOTH, PASSES, CaseResult, Sample, run_cases
 from .bench_runners import adapters

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.profiler import ProfilerActivity, profile
 
 from ..kernels import BACKENDS
-from ..mesh import ranks_by_host
+from ..ranks.mesh import ranks_by_host
 from .bench_cases import BenchCase, BenchConfig
 from .bench_runners import (
     BenchSetting,

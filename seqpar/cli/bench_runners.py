@@ -38,7 +38,7 @@ from ..comm.trace import count_sent, trace
 from ..functional import attention
 from ..layout import Layout, shard_positions
 from ..mask import Mask
-from ..mesh import Ranks
+from ..ranks.mesh import Ranks
 from ..sharding import Sharding
 from .bench_cases import BenchCase, BenchStrategy
 

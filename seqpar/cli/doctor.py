@@ -28,9 +28,9 @@ from ..kernels import BACKENDS, BackendName, backends
 from ..layers import LocalAttention
 from ..mask import Mask
 from ..megatron import MegatronAttention
-from ..mesh import ranks_by_host
+from ..ranks.mesh import ranks_by_host
+from ..ranks.startup import LAUNCH_ORDER
 from ..sharding import Sharding
-from ..startup import LAUNCH_ORDER
 from ..strategies import STRATEGIES, compared_options
 from .launch import FAILED, CommandError, bad_options, cores, join, launch, this_device, under_launcher
 from .measure import (

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from ..mesh import init_mesh
+from ..ranks.mesh import init_mesh
 
 FAILED = 1
 BAD_OPTION = 2

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..mesh import Ranks
+from ..ranks.mesh import Ranks
 from .p2p import Link, connect, sends_messages
 from .shared_memory import share_messages
 from .trace import count_sent

@@ -34,8 +34,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
-from ..rendezvous import group_timeout, store_all_gather
+from ..ranks.mesh import Ranks, global_ranks, parent_group, rank_in, size_of
+from ..ranks.rendezvous import group_timeout, store_all_gather
 from ..schedule.rounds import p2p_rounds
 from .nccl import Purpose, nccl_backend
 from .waiting import start_messages

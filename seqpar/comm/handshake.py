@@ -31,8 +31,8 @@ from torch import Tensor
 
 from ..base.checks import DTYPES, check_alike
 from ..mask import Mask
-from ..mesh import Ranks, parent_group
-from ..rendezvous import LONG_WAIT, group_timeout, own_entry
+from ..ranks.mesh import Ranks, parent_group
+from ..ranks.rendezvous import LONG_WAIT, group_timeout, own_entry
 from .collectives import all_gather_single
 from .communicator import communicator
 from .waiting import waiting

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ..mesh import Ranks, global_ranks, parent_group, rank_in, size_of
-from ..startup import LAUNCH_ORDER, TIMEOUT
+from ..ranks.mesh import Ranks, global_ranks, parent_group, rank_in, size_of
+from ..ranks.startup import LAUNCH_ORDER, TIMEOUT
 
 Purpose = Literal["messages", "handshake"]
 # By purpose: the most CTAs of a communicator. At most three communicators for messages run at once (Ulysses, the ring

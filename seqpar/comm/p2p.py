@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..mesh import Ranks
 from ..placement import Placement
+from ..ranks.mesh import Ranks
 from .communicator import communicator
 from .shared_memory import SharedMemoryTransport, share_messages, shared_memory
 from .trace import count_sent

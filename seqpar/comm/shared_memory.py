@@ -39,8 +39,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..mesh import Ranks, global_ranks, host_name, parent_group, rank_in
-from ..rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
+from ..ranks.mesh import Ranks, global_ranks, host_name, parent_group, rank_in
+from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
 from .communicator import PerWorld
 from .waiting import MESSAGES, Message, PeerError, Pending, begin, failure
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..mesh import Ranks, ranks_on_other_hosts
+from ..ranks.mesh import Ranks, ranks_on_other_hosts
 
 
 @dataclass

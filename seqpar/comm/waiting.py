@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..mesh import Ranks, global_ranks, parent_group
-from ..rendezvous import LONG_WAIT, failed_wait, group_timeout, is_simulated, own_entry
+from ..ranks.mesh import Ranks, global_ranks, parent_group
+from ..ranks.rendezvous import LONG_WAIT, failed_wait, group_timeout, is_simulated, own_entry
 from .streams import posting_stream
 
 MESSAGES = "messages of attention"  # their name in errors

@@ -46,7 +46,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..base.checks import check_choice, check_int
 from ..memory import Memory
-from ..mesh import set_timeouts
+from ..ranks.mesh import set_timeouts
 from .patch import Arguments, apply
 from .randomness import SeedAlike, SharedRandom
 from .state import Batches, Patch, Settings, patch_of

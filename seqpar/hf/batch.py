@@ -23,7 +23,7 @@ from ..comm.waiting import waiting
 from ..layout import LAYOUTS, Layout, shard_positions
 from ..mask import Mask, mask_of_rows
 from ..mask_rules import document_boundaries
-from ..mesh import rank_in, sequence_group, size_of
+from ..ranks.mesh import rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 
 IGNORE_INDEX = -100

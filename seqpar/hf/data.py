@@ -14,7 +14,7 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..functional import mask_planner
 from ..layout import LAYOUTS, Layout
 from ..mask import layer_mask
-from ..mesh import rank_in, sequence_group, size_of
+from ..ranks.mesh import rank_in, sequence_group, size_of
 from .batch import PLANNED, BatchSpec, checksum, shard_batch, shard_for_rank
 from .randomness import SharedRandom
 from .state import patch_of

@@ -23,7 +23,7 @@ from ..comm.collectives import all_gather, sum_shards
 from ..comm.waiting import run
 from ..layers.loss import AllReduceSum
 from ..layout import shard_positions
-from ..mesh import size_of
+from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, fused_cross_entropy
 from .state import Forward, Patch, current_forward

@@ -22,7 +22,7 @@ from ..layout import Layout
 from ..memory import Memory
 from ..memory import restore as restore_memory
 from ..memory.switches import layers_of
-from ..mesh import all_ranks_group, size_of
+from ..ranks.mesh import all_ranks_group, size_of
 from ..strategies import StrategyName, StrategyOptions, resolve
 from . import forward
 from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, scale_of, structure

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import get_worker_info
 
 from ..comm.waiting import waiting
-from ..mesh import size_of
+from ..ranks.mesh import size_of
 
 
 class SharedRandom:

@@ -22,7 +22,7 @@ from ..layers.loss import Gradients
 from ..layout import LAYOUTS, Layout
 from ..mask import LayerMask, Mask
 from ..memory import Memory
-from ..mesh import rank_in, size_of
+from ..ranks.mesh import rank_in, size_of
 from ..sharding import Sharding
 from ..strategies import STRATEGIES, StrategyName, StrategyOptions
 from .batch import BatchShard

@@ -18,7 +18,7 @@ from ..base.checks import check_choice, check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..comm.waiting import operation, run
-from ..mesh import all_ranks_group, averaged_dimensions, dimension_group, global_ranks, sequence_group, size_of
+from ..ranks.mesh import all_ranks_group, averaged_dimensions, dimension_group, global_ranks, sequence_group, size_of
 from ..strategies.gemm import sum_dtype
 
 Reduce = Literal["mean", "sum"]

@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..layers.gradients import tensor_parallel_parameters
 from ..layout import chunk_range
-from ..mesh import size_of
 from ..placement import ParallelContext
+from ..ranks.mesh import size_of
 
 
 class Part(NamedTuple):

@@ -24,8 +24,8 @@ from ..comm.collectives import all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
-from ..mesh import context_group, rank_in, size_of
 from ..placement import ParallelContext
+from ..ranks.mesh import context_group, rank_in, size_of
 from ..sharding import Sharding, check_sharding
 from ..spec import AttentionSpec
 from ..strategies import STRATEGIES, resolve

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.checks import check_choice, check_hidden, check_int
-from ..mesh import size_of
 from ..placement import ANY_RANKS, ParallelContext
+from ..ranks.mesh import size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap

@@ -10,7 +10,7 @@ import torch
 
 from ..layout import Layout, TokenLayout, ranges_to_positions
 from ..mask import Mask
-from ..mesh import ranks_per_host
+from ..ranks.mesh import ranks_per_host
 from .hardware import Hardware
 from .model import ModelShape
 from .pairs import computed_pairs

@@ -20,8 +20,8 @@ from typing import Any, Literal, TypedDict, get_args
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.checks import check_choice, check_int, check_options
-from ..mesh import ring_and_ulysses_ranks, sequence_group, size_of
 from ..placement import Placement
+from ..ranks.mesh import ring_and_ulysses_ranks, sequence_group, size_of
 
 StrategyName = Literal["local", "ring", "ulysses", "context_parallel", "hybrid", "auto"]
 Comm = Literal["all_gather", "p2p", "a2a", "a2a+p2p"]

@@ -27,8 +27,8 @@ from ..comm.waiting import Pending
 from ..heads import Heads
 from ..kernels.base import accumulator
 from ..layout import Piece, TokenLayout, split_range
-from ..mesh import rank_in
 from ..placement import Placement
+from ..ranks.mesh import rank_in
 from .head_messages import HeadSlices, Part, pack, row_widths, split_heads, unpack
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.

@@ -23,7 +23,7 @@ from seqpar.comm import collectives, nccl
 from seqpar.comm import communicator as communicators
 from seqpar.comm.communicator import communicator
 from seqpar.comm.p2p import without_messages
-from seqpar.mesh import Subgroup, global_ranks, ranks_by_host
+from seqpar.ranks.mesh import Subgroup, global_ranks, ranks_by_host
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
 from ..strategy_cases import STRATEGIES

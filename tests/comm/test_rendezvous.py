@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from seqpar import rendezvous
-from seqpar.rendezvous import store_all_gather
+from seqpar.ranks import rendezvous
+from seqpar.ranks.rendezvous import store_all_gather
 
 from ..pool import OwnPool, on_ranks
 

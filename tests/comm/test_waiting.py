@@ -18,7 +18,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.comm import collectives, handshake
 from seqpar.comm.communicator import communicator
-from seqpar.mesh import Ranks
+from seqpar.ranks.mesh import Ranks
 
 from ..pool import OwnPool, Pool, on_ranks, start
 from ..strategy_cases import STRATEGIES

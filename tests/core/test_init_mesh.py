@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
-from seqpar import startup
-from seqpar.mesh import ranks_by_host
+from seqpar.ranks import startup
+from seqpar.ranks.mesh import ranks_by_host
 
 TIMEOUT = timedelta(minutes=10)
 

@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
-from seqpar.rendezvous import group_timeout
+from seqpar.ranks.rendezvous import group_timeout
 
 from ..observe import message_of
 from ..pool import OwnPool, on_ranks, start

@@ -34,7 +34,7 @@ import seqpar
 import seqpar.hf
 from seqpar.hf.attention import no_mask
 from seqpar.hf.batch import shard_for_rank
-from seqpar.rendezvous import missing_message
+from seqpar.ranks.rendezvous import missing_message
 
 from ..pool import Pool, on_ranks
 from .workers import LOSS, VOCAB, Result, check_step, make_batch, one_device_of, tiny, trained

@@ -23,7 +23,7 @@ import seqpar
 from seqpar import Mask, Sharding
 from seqpar.base.cache import ByteCache
 from seqpar.layers import rotary
-from seqpar.rendezvous import store_all_gather
+from seqpar.ranks.rendezvous import store_all_gather
 
 from ..pool import Pool, on_ranks
 from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES

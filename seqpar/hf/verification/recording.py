@@ -26,7 +26,7 @@ from transformers.masking_utils import (
 
 from ...comm.communicator import existing_communicators
 from ...layers.gradients import is_flattened
-from ...rendezvous import group_timeout
+from ...ranks.rendezvous import group_timeout
 from ...verification import unchanged
 from ..attention import scale_of
 from ..key_values import has_latent_kv, recorded_expansion

@@ -30,8 +30,8 @@ from ...base.checks import check_number
 from ...comm.handshake import all_gather_header
 from ...comm.waiting import run
 from ...layers.gradients import shard_groups, sync_gradients
-from ...mesh import global_ranks
-from ...rendezvous import store_all_gather
+from ...ranks.mesh import global_ranks
+from ...ranks.rendezvous import store_all_gather
 from ...verification import VerificationError, error_of, products, tolerance_of
 from ..batch import checksum
 from ..loss import reduce_over_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .base.checks import check_int
+from ..base.checks import check_int
 
 # What starts processes without torchrun's variables: the number of processes, then this one's rank, and its rank on its
 # host. Inside an allocation of SLURM, SLURM_NTASKS is set in every shell; in a step of srun, SLURM_STEP_NUM_TASKS too.

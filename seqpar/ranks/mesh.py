@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .base.checks import check_int
+from ..base.checks import check_int
 from .rendezvous import group_timeout, is_simulated, store_all_gather
 from .startup import check_timeout, start_process_group, started_ranks
 
