@@ -22,7 +22,7 @@ from seqpar.kernels import BACKENDS
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score, row_delta
 from seqpar.kernels.library import LibraryBackend
 from seqpar.kernels.triton import TritonBackend
-from seqpar.mask import Mask
+from seqpar.masks.mask import Mask
 from seqpar.schedule.rows import KeyIntervals
 from seqpar.strategies.gemm import add_weight_gradient, matmul_float32
 from tests.reference import Rule, Rules, combined_mask, dense_gradients, visible_pairs

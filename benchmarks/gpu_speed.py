@@ -28,7 +28,7 @@ import seqpar
 from seqpar.kernels import select
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, row_delta
 from seqpar.layout import shard_positions, split_range
-from seqpar.mask import Mask
+from seqpar.masks.mask import Mask
 from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.configs import parse_cell, table_config

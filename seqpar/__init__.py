@@ -28,7 +28,7 @@ from .layers import (
     token_loss,
 )
 from .layers.factory import ParallelAttention
-from .mask import Mask
+from .masks.mask import Mask
 from .ranks.mesh import init_mesh
 from .scaled_dot_product import replace_sdpa, sdpa
 from .shard_functions import positions, shard, unshard

@@ -28,7 +28,7 @@ from .functional import attention
 from .heads import Heads
 from .kernels import select
 from .kernels.base import Carry, Score, empty_carry, finish, merge_
-from .mask import Mask
+from .masks.mask import Mask
 from .ranks.mesh import rank_in, size_of
 from .same_rows import compare, compares_now
 from .schedule.rows import KeyIntervals

@@ -19,7 +19,7 @@ from .base.checks import check_head_vector, check_inputs, check_int, has_length,
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
 from .layout import Layout, check_lengths
-from .mask import Mask
+from .masks.mask import Mask
 from .placement import ANY_RANKS
 from .planner.rules import named
 from .ranks.mesh import sequence_group

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from .base.checks import check_int
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
-from .mask import Mask
+from .masks.mask import Mask
 from .sharding import Sharding
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from .base.checks import check_bool, check_dropout, check_number, check_options
 from .base.compile_types import Opaque, register_constant_type
 from .heads import Heads
 from .kernels import check_backend
-from .mask import LayerMask
+from .masks.mask import LayerMask
 from .strategies import STRATEGIES, check_strategy
 
 REPLICATED = "replicated"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..functional import attention
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..sharding import Sharding
 
 _MASKS = {"causal": Mask.causal(), "no_mask": Mask.full()}

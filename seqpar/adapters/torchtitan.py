@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from ..functional import attention
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..sharding import Sharding
 
 

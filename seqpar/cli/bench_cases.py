@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.checks import check_choice, check_int, check_number
 from ..kernels import BACKENDS
 from ..layout import LAYOUTS, Layout
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..planner.mixes import mask_of
 from ..strategies import COMMS, STRATEGIES
 

@@ -37,7 +37,7 @@ from ..comm.p2p import without_messages
 from ..comm.trace import count_sent, trace
 from ..functional import attention
 from ..layout import Layout, shard_positions
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..ranks.mesh import Ranks
 from ..sharding import Sharding
 from .bench_cases import BenchCase, BenchStrategy

@@ -26,7 +26,7 @@ from ..comm.nccl import nccl_problems, nccl_report, nccl_version
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
 from ..layers import LocalAttention
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..megatron import MegatronAttention
 from ..ranks.mesh import ranks_by_host
 from ..ranks.startup import LAUNCH_ORDER

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import DTYPES, check_alike
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..ranks.mesh import Ranks, parent_group
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, own_entry
 from .collectives import all_gather_single

@@ -21,8 +21,8 @@ from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.waiting import waiting
 from ..layout import LAYOUTS, Layout, shard_positions
-from ..mask import Mask, mask_of_rows
-from ..mask_rules import document_boundaries
+from ..masks.mask import Mask, mask_of_rows
+from ..masks.rules import document_boundaries
 from ..ranks.mesh import rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 

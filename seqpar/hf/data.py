@@ -13,7 +13,7 @@ from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..functional import mask_planner
 from ..layout import LAYOUTS, Layout
-from ..mask import layer_mask
+from ..masks.mask import layer_mask
 from ..ranks.mesh import rank_in, sequence_group, size_of
 from .batch import PLANNED, BatchSpec, checksum, shard_batch, shard_for_rank
 from .randomness import SharedRandom

@@ -25,7 +25,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..base.checks import no_compile
 from ..layout import shard_positions
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..memory.weights import CACHE_ARGUMENTS
 from ..same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank

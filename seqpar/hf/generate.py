@@ -20,7 +20,7 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..decoding import GrowingBuffer, attend_to_cached
 from ..heads import Heads
 from ..kernels.base import Score
-from ..mask import Mask, layer_mask
+from ..masks.mask import Mask, layer_mask
 from ..spec import AttentionSpec
 from .batch import checksum
 from .full_batch import shard_call

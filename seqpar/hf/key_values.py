@@ -26,7 +26,7 @@ from unittest import mock
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..placement import ANY_RANKS
 from ..sharding import Sharding
 from ..spec import AttentionSpec

@@ -20,7 +20,7 @@ from ..decoding import Intervals
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
 from ..layout import LAYOUTS, Layout
-from ..mask import LayerMask, Mask
+from ..masks.mask import LayerMask, Mask
 from ..memory import Memory
 from ..ranks.mesh import rank_in, size_of
 from ..sharding import Sharding

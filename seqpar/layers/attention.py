@@ -33,7 +33,7 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_lengths
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..placement import ParallelContext
 from ..planner.rules import named
 from ..schedule.plan import plan_ahead

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..base.checks import check_choice
 from ..decoding import KeyValueCache
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..sharding import Sharding
 from ..spec import REPLICATED, AttentionSpec
 from ..strategies import operators

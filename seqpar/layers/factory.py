@@ -12,7 +12,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..base.checks import check_choice
 from ..kernels import BackendName
 from ..layout import Layout
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..sharding import Sharding
 from ..strategies import StrategyName, StrategyOptions
 from ..strategies.gathered_activations import Gather

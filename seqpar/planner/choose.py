@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.checks import check_choice, check_int, check_number
-from ..mask import Mask
+from ..masks.mask import Mask
 from .code import code
 from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..mask import Mask
+from ..masks.mask import Mask
 from .hardware import Hardware
 from .memory import TILE_TOKENS, Switches
 from .model import ModelShape

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..base.checks import check_choice
-from ..mask import Mask
+from ..masks.mask import Mask
 
 # Histograms of document lengths by name.
 MIXES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text())["mixes"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.checks import check_choice, check_int
-from ..mask import Mask
+from ..masks.mask import Mask
 from .hardware import read_mapping
 
 

@@ -1,6 +1,6 @@
 """The pairs of a query and a key: those that a mask lets see each other, and those that a kernel's tiles compute.
 
-Along a run of the mask (see ``runs.py``) both ends of a query's interval are linear in the query's position.
+Along a run of the mask (see ``masks/runs.py``) both ends of a query's interval are linear in the query's position.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..layout import Positions, Stripe
-from ..mask import Mask
+from ..masks.mask import Mask
 
 Array = NDArray[np.int64]
 

@@ -24,7 +24,7 @@ import torch
 
 from ..comm.trace import count_choice
 from ..layout import Layout
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..sharding import Sharding
 from ..spec import AttentionSpec, constants
 from ..strategies import StrategyName, StrategyOptions

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..layout import Layout, TokenLayout, ranges_to_positions
-from ..mask import Mask
+from ..masks.mask import Mask
 from ..ranks.mesh import ranks_per_host
 from .hardware import Hardware
 from .model import ModelShape

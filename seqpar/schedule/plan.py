@@ -46,7 +46,7 @@ from torch import Tensor
 from ..base.cache import ByteCache, cached_tensors
 from ..heads import Heads
 from ..layout import CPU, Positions, TokenLayout
-from ..mask import Mask
+from ..masks.mask import Mask
 from .program import NO_HOP, Hop, Program, Step, Transfer
 from .rounds import p2p_rounds
 from .rows import NO_ROWS, GatheredRows, KeyIntervals, RowSpans, ShardRows, merged_ranges, rows_in, visible_ranges

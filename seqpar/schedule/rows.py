@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..base.cache import cached_tensors, upload
 from ..layout import CPU, Positions, Stripe
-from ..runs import Runs
+from ..masks.runs import Runs
 
 # Under a striped layout, a narrow window leaves gaps between the keys of neighbouring queries. The gaps of up to this
 # many queries of a run are left out.

@@ -30,7 +30,7 @@ from ..comm.trace import count_choice
 from ..heads import Heads
 from ..kernels.base import Score, accumulator
 from ..layout import check_length
-from ..mask import Mask, layer_mask
+from ..masks.mask import Mask, layer_mask
 from ..placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seqpar import Mask
-from seqpar.mask_rules import Rule
-from seqpar.runs import EVERYTHING, Runs
+from seqpar.masks.rules import Rule
+from seqpar.masks.runs import EVERYTHING, Runs
 
 from ..generators import rules_and_length
 from ..problems import BATCH_RULES, RULES

@@ -18,7 +18,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.base import cache
 from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
-from seqpar.mask import layer_mask
+from seqpar.masks.mask import layer_mask
 from seqpar.schedule import plan as plans
 from seqpar.schedule.plan import AttentionPlan, attention_plan
 

@@ -27,7 +27,7 @@ from seqpar.hf import batch as hf_batch
 from seqpar.hf import loss as hf_loss
 from seqpar.hf.loss import TokenLoss
 from seqpar.hf.state import current_forward
-from seqpar.mask import Mask
+from seqpar.masks.mask import Mask
 from seqpar.strategies.operators import attention
 
 from ..pool import Pool, on_ranks

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...layout import LAYOUTS, shard_positions
-from ...mask_rules import document_boundaries
+from ...masks.rules import document_boundaries
 from ...verification import error_of, is_multiple, products, ratio_of
 from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of

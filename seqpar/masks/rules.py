@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base.checks import check_int
+from ..base.checks import check_int
 from .runs import UNBOUNDED, Runs
 
 

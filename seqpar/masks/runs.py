@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .base.cache import upload
+from ..base.cache import upload
 
 # An upper end larger than every position, and far enough from int64's limit that sums with it do not overflow.
 UNBOUNDED = 1 << 62

@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base.checks import check_bool, check_int
-from .base.compile_types import Opaque, register_reference_type
-from .mask_rules import (
+from ..base.checks import check_bool, check_int
+from ..base.compile_types import Opaque, register_reference_type
+from .rules import (
     CausalBlocks,
     Chunked,
     Documents,
