@@ -47,7 +47,7 @@ import checkout  # noqa: F401, isort: skip
 import seqpar
 from seqpar.comm.nccl import nccl_report
 from seqpar.comm.p2p import exchange
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 from seqpar.ranks.mesh import ranks_by_host
 
 # CUDA reads it when it starts: matrix products with the same result in every run, for the resumed run.

@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import seqpar
 from seqpar.kernels import select
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, row_delta
-from seqpar.layout import shard_positions, split_range
 from seqpar.masks.mask import Mask
+from seqpar.placement.layout import shard_positions, split_range
 from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.configs import parse_cell, table_config

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar.kernels.cpu import CpuBackend
-from seqpar.strategies import compared_options
+from seqpar.placement.strategies import compared_options
 
 HIDDEN, HEADS, KV_HEADS, RING, ULYSSES = 64, 8, 8, 4, 2
 STRATEGIES = ("local", "ring", "ulysses", "context_parallel", "hybrid", "tp_sp")

@@ -17,7 +17,7 @@ from itertools import product
 import torch
 
 from seqpar import Mask
-from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
+from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from seqpar import Mask
-from seqpar.layout import LAYOUTS, Layout, shard_positions
+from seqpar.placement.layout import LAYOUTS, Layout, shard_positions
 
 ASSETS = Path(__file__).parent / "assets"
 

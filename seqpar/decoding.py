@@ -25,10 +25,10 @@ from .comm.collectives import all_gather_single
 from .comm.trace import count_sent
 from .comm.waiting import run
 from .functional import attention
-from .heads import Heads
 from .kernels import select
 from .kernels.base import Carry, Score, empty_carry, finish, merge_
 from .masks.mask import Mask
+from .placement.heads import Heads
 from .ranks.mesh import rank_in, size_of
 from .same_rows import compare, compares_now
 from .schedule.rows import KeyIntervals
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .kernels import BackendName
-    from .strategies import StrategyName, StrategyOptions
+    from .placement.strategies import StrategyName, StrategyOptions
 
 _CAUSAL = Mask.causal()
 Intervals = dict[Hashable, KeyIntervals | None]

@@ -18,22 +18,23 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .base.checks import check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
-from .layout import Layout, check_lengths
 from .masks.mask import Mask
-from .placement import ANY_RANKS
+from .placement.layout import Layout, check_lengths
+from .placement.placement import ANY_RANKS
+from .placement.strategies import StrategyName
 from .planner.rules import named
 from .ranks.mesh import sequence_group
 from .schedule.plan import plan_ahead
 from .sharding import Sharding, check_sharding, require_layout
 from .spec import AttentionSpec, attention_spec
-from .strategies import StrategyName, operators
+from .strategies import operators
 from .strategies.autograd import any_needs_gradient, gradient_state, join_backward, to_autocast_dtype
 from .strategies.seed import draw_seed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .strategies import Comm, StrategyOptions
+    from .placement.strategies import Comm, StrategyOptions
 
     class SharedArguments(TypedDict, total=False):
         """The keyword arguments that ``attention`` has under every strategy, except ``return_lse``, which decides what

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .kernels import BackendName
-    from .strategies import StrategyName, StrategyOptions
+    from .placement.strategies import StrategyName, StrategyOptions
 
     class SdpaOptions(StrategyOptions, total=False):
         """The keyword arguments of ``attention`` that PyTorch's function does not have."""

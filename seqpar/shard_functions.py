@@ -12,9 +12,9 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from .base.checks import check_choice, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
-from .layout import LAYOUTS, Layout, check_lengths
+from .placement.layout import LAYOUTS, Layout, check_lengths
+from .placement.strategies import StrategyName
 from .sharding import Sharding, check_dim, check_sharding, require_layout, resolve_sequence_group
-from .strategies import StrategyName
 
 
 @no_compile

@@ -17,8 +17,9 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .base.checks import check_bool, check_choice, check_dense, check_int, no_compile
 from .base.compile_types import Opaque, register_reference_type
 from .comm.waiting import operation
-from .layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
-from .placement import ANY_RANKS, ParallelContext, Placement
+from .placement.layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
+from .placement.placement import ANY_RANKS, ParallelContext, Placement
+from .placement.strategies import STRATEGIES, StrategyName, resolve
 from .ranks.mesh import (
     all_ranks_group,
     check_mesh_and_group,
@@ -33,7 +34,6 @@ from .ranks.mesh import (
 from .same_rows import compare, compares_now
 from .shards import Unshard, local_shard
 from .spec import REPLICATED, AttentionSpec
-from .strategies import STRATEGIES, StrategyName, resolve
 
 
 # A compiled function depends on the ranks, and with them on their hosts, and on the layout, but not on the length.

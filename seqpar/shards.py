@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .comm.collectives import all_gather, sum_shards
-from .layout import TokenLayout, shard_ranges
+from .placement.layout import TokenLayout, shard_ranges
 
 
 def _along(dim: int, positions: range) -> tuple[slice, ...]:

@@ -14,10 +14,10 @@ from torch import Tensor
 from .base.cache import cached_tensors, upload
 from .base.checks import check_bool, check_dropout, check_number, check_options
 from .base.compile_types import Opaque, register_constant_type
-from .heads import Heads
 from .kernels import check_backend
 from .masks.mask import LayerMask
-from .strategies import STRATEGIES, check_strategy
+from .placement.heads import Heads
+from .placement.strategies import STRATEGIES, check_strategy
 
 REPLICATED = "replicated"
 

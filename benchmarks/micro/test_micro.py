@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 import seqpar
 from seqpar import Mask
 from seqpar.kernels import BACKENDS
-from seqpar.layout import CPU, LAYOUTS, TokenLayout
+from seqpar.placement.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 
 from .conftest import Together

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..base.checks import check_choice, check_int, check_number
 from ..kernels import BACKENDS
-from ..layout import LAYOUTS, Layout
 from ..masks.mask import Mask
+from ..placement.layout import LAYOUTS, Layout
+from ..placement.strategies import COMMS, STRATEGIES
 from ..planner.mixes import mask_of
-from ..strategies import COMMS, STRATEGIES
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")

@@ -36,8 +36,8 @@ from ..base.checks import check_choice
 from ..comm.p2p import without_messages
 from ..comm.trace import count_sent, trace
 from ..functional import attention
-from ..layout import Layout, shard_positions
 from ..masks.mask import Mask
+from ..placement.layout import Layout, shard_positions
 from ..ranks.mesh import Ranks
 from ..sharding import Sharding
 from .bench_cases import BenchCase, BenchStrategy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..placement import Placement
+from ..placement.placement import Placement
 from ..ranks.mesh import Ranks
 from .communicator import communicator
 from .shared_memory import SharedMemoryTransport, share_messages, shared_memory

@@ -32,7 +32,7 @@ from transformers.masking_utils import (
 
 from ..base.checks import check_inputs, no_compile
 from ..masks.mask import LayerMask, Mask, layer_mask
-from ..placement import ANY_RANKS
+from ..placement.placement import ANY_RANKS
 from ..planner.rules import named
 from ..spec import REPLICATED, AttentionSpec, constant_float, constants
 from ..strategies.autograd import join_backward

@@ -20,9 +20,9 @@ from torch.utils._pytree import register_pytree_node
 from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.waiting import waiting
-from ..layout import LAYOUTS, Layout, shard_positions
 from ..masks.mask import Mask, mask_of_rows
 from ..masks.rules import document_boundaries
+from ..placement.layout import LAYOUTS, Layout, shard_positions
 from ..ranks.mesh import rank_in, sequence_group, size_of
 from ..sharding import Sharding, check_sharding
 

@@ -12,8 +12,8 @@ from torch.utils.data import DistributedSampler, IterableDataset, default_collat
 from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..functional import mask_planner
-from ..layout import LAYOUTS, Layout
 from ..masks.mask import layer_mask
+from ..placement.layout import LAYOUTS, Layout
 from ..ranks.mesh import rank_in, sequence_group, size_of
 from .batch import PLANNED, BatchSpec, checksum, shard_batch, shard_for_rank
 from .randomness import SharedRandom

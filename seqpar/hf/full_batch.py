@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..base.checks import no_compile
-from ..layout import shard_positions
 from ..masks.mask import Mask
 from ..memory.weights import CACHE_ARGUMENTS
+from ..placement.layout import shard_positions
 from ..same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits

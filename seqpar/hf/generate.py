@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..decoding import GrowingBuffer, attend_to_cached
-from ..heads import Heads
 from ..kernels.base import Score
 from ..masks.mask import Mask, layer_mask
+from ..placement.heads import Heads
 from ..spec import AttentionSpec
 from .batch import checksum
 from .full_batch import shard_call

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..masks.mask import Mask
-from ..placement import ANY_RANKS
+from ..placement.placement import ANY_RANKS
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 from ..strategies.operators import attention as attention_operator

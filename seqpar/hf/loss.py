@@ -22,7 +22,7 @@ from ..base.checks import no_compile
 from ..comm.collectives import all_gather, sum_shards
 from ..comm.waiting import run
 from ..layers.loss import AllReduceSum
-from ..layout import shard_positions
+from ..placement.layout import shard_positions
 from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, fused_cross_entropy

@@ -18,12 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from ..kernels import BackendName
 from ..layers.loss import Gradients
-from ..layout import Layout
 from ..memory import Memory
 from ..memory import restore as restore_memory
 from ..memory.switches import layers_of
+from ..placement.layout import Layout
+from ..placement.strategies import StrategyName, StrategyOptions, resolve
 from ..ranks.mesh import all_ranks_group, size_of
-from ..strategies import StrategyName, StrategyOptions, resolve
 from . import forward
 from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, scale_of, structure
 from .full_batch import before_text_model

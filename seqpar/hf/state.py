@@ -19,12 +19,12 @@ from ..base.checks import check_bool, check_choice, check_int, check_number, che
 from ..decoding import Intervals
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
-from ..layout import LAYOUTS, Layout
 from ..masks.mask import LayerMask, Mask
 from ..memory import Memory
+from ..placement.layout import LAYOUTS, Layout
+from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions
 from ..ranks.mesh import rank_in, size_of
 from ..sharding import Sharding
-from ..strategies import STRATEGIES, StrategyName, StrategyOptions
 from .batch import BatchShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config

@@ -32,15 +32,16 @@ from ..base.checks import (
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
-from ..layout import LAYOUTS, Layout, check_lengths
 from ..masks.mask import Mask
-from ..placement import ParallelContext
+from ..placement.layout import LAYOUTS, Layout, check_lengths
+from ..placement.placement import ParallelContext
+from ..placement.strategies import COMMS, STRATEGIES
 from ..planner.rules import named
 from ..schedule.plan import plan_ahead
 from ..shard_functions import layout_of
 from ..sharding import Sharding, check_sharding, require_layout, resolve_sequence_group
 from ..spec import AttentionSpec, constants
-from ..strategies import COMMS, STRATEGIES, operators
+from ..strategies import operators
 from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
 from ..strategies.seed import draw_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
@@ -50,7 +51,7 @@ from .rotary import RotaryEmbedding, rotary_length
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..strategies import StrategyOptions
+    from ..placement.strategies import StrategyOptions
 
 NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 

@@ -11,10 +11,10 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.checks import check_choice
 from ..kernels import BackendName
-from ..layout import Layout
 from ..masks.mask import Mask
+from ..placement.layout import Layout
+from ..placement.strategies import StrategyName, StrategyOptions
 from ..sharding import Sharding
-from ..strategies import StrategyName, StrategyOptions
 from ..strategies.gathered_activations import Gather
 from ..strategies.sequence_chunks import Overlap
 from .attention import AttentionLayer

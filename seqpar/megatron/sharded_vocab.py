@@ -27,8 +27,8 @@ from ..base.checks import DTYPES
 from ..base.compile_types import Opaque, register_constant_type
 from ..base.library import operator
 from ..comm.collectives import all_gather, all_reduce
-from ..layout import chunk_range
-from ..placement import ParallelContext
+from ..placement.layout import chunk_range
+from ..placement.placement import ParallelContext
 from ..ranks.mesh import rank_in, size_of, tensor_group
 from ..sharding import Sharding
 from ..strategies.gemm import add_weight_gradient, sum_dtype

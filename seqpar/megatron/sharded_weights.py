@@ -25,8 +25,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..layers.gradients import tensor_parallel_parameters
-from ..layout import chunk_range
-from ..placement import ParallelContext
+from ..placement.layout import chunk_range
+from ..placement.placement import ParallelContext
 from ..ranks.mesh import size_of
 
 

@@ -22,13 +22,13 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..base.checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.collectives import all_reduce
 from ..comm.handshake import all_gather_header, check_same
-from ..heads import Heads
 from ..layers.attention import NORM_EPS, AttentionLayer
-from ..placement import ParallelContext
+from ..placement.heads import Heads
+from ..placement.placement import ParallelContext
+from ..placement.strategies import STRATEGIES, resolve
 from ..ranks.mesh import context_group, rank_in, size_of
 from ..sharding import Sharding, check_sharding
 from ..spec import AttentionSpec
-from ..strategies import STRATEGIES, resolve
 from ..strategies.autograd import with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.checks import check_choice, check_hidden, check_int
-from ..placement import ANY_RANKS, ParallelContext
+from ..placement.placement import ANY_RANKS, ParallelContext
 from ..ranks.mesh import size_of
 from ..sharding import Sharding, check_sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..heads import Heads
 from ..kernels.base import OutputGrad
 from ..kernels.cpu import computed_pairs as pairs_computed_on_cpu
-from ..layout import CPU
-from ..placement import Placement
+from ..placement.heads import Heads
+from ..placement.layout import CPU
+from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
 from ..spec import AttentionSpec

@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import ceil, log2
 from typing import Literal, get_args
 
-from ..heads import Heads
+from ..placement.heads import Heads
 from .hardware import Hardware
 from .model import ModelShape
 from .setting import ELEMENT_BYTES, FLOAT32_BYTES, GRADIENT_BYTES, Setting

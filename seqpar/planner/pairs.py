@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..layout import Positions, Stripe
 from ..masks.mask import Mask
+from ..placement.layout import Positions, Stripe
 
 Array = NDArray[np.int64]
 

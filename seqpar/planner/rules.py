@@ -23,11 +23,11 @@ from operator import index
 import torch
 
 from ..comm.trace import count_choice
-from ..layout import Layout
 from ..masks.mask import Mask
+from ..placement.layout import Layout
+from ..placement.strategies import StrategyName, StrategyOptions
 from ..sharding import Sharding
 from ..spec import AttentionSpec, constants
-from ..strategies import StrategyName, StrategyOptions
 
 
 def named(spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, sharding: Sharding) -> AttentionSpec:

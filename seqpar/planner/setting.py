@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from ..layout import Layout, TokenLayout, ranges_to_positions
 from ..masks.mask import Mask
+from ..placement.layout import Layout, TokenLayout, ranges_to_positions
 from ..ranks.mesh import ranks_per_host
 from .hardware import Hardware
 from .model import ModelShape

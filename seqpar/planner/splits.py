@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from ..layout import LAYOUTS, Layout
+from ..placement.layout import LAYOUTS, Layout
 from .memory import RECOMPUTE, Switches
 from .setting import Setting
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from ..layout import Layout
-from ..strategies import Comm, compared_options
+from ..placement.layout import Layout
+from ..placement.strategies import Comm, compared_options
 from .layer import RankTimeline, weight_transfer
 from .memory import Memory, Switches, layer_activations, memory
 from .setting import ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, Setting, Weights

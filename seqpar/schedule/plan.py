@@ -44,9 +44,9 @@ import torch
 from torch import Tensor
 
 from ..base.cache import ByteCache, cached_tensors
-from ..heads import Heads
-from ..layout import CPU, Positions, TokenLayout
 from ..masks.mask import Mask
+from ..placement.heads import Heads
+from ..placement.layout import CPU, Positions, TokenLayout
 from .program import NO_HOP, Hop, Program, Step, Transfer
 from .rounds import p2p_rounds
 from .rows import NO_ROWS, GatheredRows, KeyIntervals, RowSpans, ShardRows, merged_ranges, rows_in, visible_ranges

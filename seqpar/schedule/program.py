@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from ..heads import Heads
+from ..placement.heads import Heads
 from .rows import GatheredRows, RowSpans, ShardRows
 
 Post = tuple[Literal["inter_host", "intra_host"], int]

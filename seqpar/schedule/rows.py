@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from ..base.cache import cached_tensors, upload
-from ..layout import CPU, Positions, Stripe
 from ..masks.runs import Runs
+from ..placement.layout import CPU, Positions, Stripe
 
 # Under a striped layout, a narrow window leaves gaps between the keys of neighbouring queries. The gaps of up to this
 # many queries of a run are left out.

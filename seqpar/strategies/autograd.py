@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..placement import ANY_RANKS, ParallelContext
+from ..placement.placement import ANY_RANKS, ParallelContext
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 

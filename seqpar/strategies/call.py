@@ -11,11 +11,11 @@ from torch import Tensor
 from ..base.cache import cached_tensors, upload
 from ..comm.p2p import links_of
 from ..comm.streams import ReadyEvents
-from ..heads import Heads
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
 from ..kernels.expansion import Expansion, RepeatedHeads
-from ..placement import Placement
+from ..placement.heads import Heads
+from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
 from ..schedule.rows import KeyIntervals

@@ -24,10 +24,10 @@ from ..comm.collectives import start_all_to_all
 from ..comm.handshake import all_gather_header
 from ..comm.p2p import Link, links_of, new_message, sends_messages
 from ..comm.waiting import Pending
-from ..heads import Heads
 from ..kernels.base import accumulator
-from ..layout import Piece, TokenLayout, split_range
-from ..placement import Placement
+from ..placement.heads import Heads
+from ..placement.layout import Piece, TokenLayout, split_range
+from ..placement.placement import Placement
 from ..ranks.mesh import rank_in
 from .head_messages import HeadSlices, Part, pack, row_widths, split_heads, unpack
 

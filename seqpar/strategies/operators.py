@@ -27,11 +27,11 @@ from ..base.compile_types import unwrap
 from ..base.library import operator
 from ..comm.handshake import all_gather_header
 from ..comm.trace import count_choice
-from ..heads import Heads
 from ..kernels.base import Score, accumulator
-from ..layout import check_length
 from ..masks.mask import Mask, layer_mask
-from ..placement import ParallelContext, Placement
+from ..placement.heads import Heads
+from ..placement.layout import check_length
+from ..placement.placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
 from ..spec import AttentionSpec

@@ -21,7 +21,7 @@ from ..comm.collectives import all_gather, all_to_all_single, reduce_scatter
 from ..comm.p2p import Link, connect, exchange
 from ..comm.trace import count_sent
 from ..comm.waiting import Pending, run
-from ..layout import TokenLayout, split_range
+from ..placement.layout import TokenLayout, split_range
 from ..ranks.mesh import rank_in, size_of
 from .gemm import sum_dtype
 from .symmetric_memory import symmetric_memory_reason

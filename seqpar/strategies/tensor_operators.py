@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from ..base.cache import context_of
 from ..base.compile_types import Opaque, register_constant_type
 from ..base.library import operator
-from ..placement import ParallelContext
+from ..placement.placement import ParallelContext
 from ..sharding import Sharding
 from ..spec import AttentionSpec
 from . import one_gemm, tensor_sequence

@@ -47,8 +47,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..heads import Heads
 from ..kernels.base import accumulator
+from ..placement.heads import Heads
 from .call import Run
 from .head_exchange import HeadExchange, Incoming
 from .ring import ring_backward, ring_forward

@@ -15,9 +15,9 @@ from torch import Tensor
 from seqpar import Mask
 from seqpar.comm import p2p
 from seqpar.comm.waiting import Message, Pending
-from seqpar.heads import Heads
 from seqpar.kernels.base import Score
-from seqpar.layout import LAYOUTS, Layout, TokenLayout
+from seqpar.placement.heads import Heads
+from seqpar.placement.layout import LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.spec import AttentionSpec
 from seqpar.strategies import call as calls

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
-from seqpar.layout import LAYOUTS, Layout
+from seqpar.placement.layout import LAYOUTS, Layout
 
 from ..hosts import hosts_of
 from ..planner.test_rules import one_device

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar.layout import CPU, LAYOUTS, Layout, merged_positions, shard_length, shard_positions, shard_ranges
+from seqpar.placement.layout import CPU, LAYOUTS, Layout, merged_positions, shard_length, shard_positions, shard_ranges
 
 from ..cases import Batch
 from ..pool import Pool, on_ranks

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import seqpar
-from seqpar.strategies import STRATEGIES
+from seqpar.placement.strategies import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (

@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 from seqpar.base import cache
-from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
 from seqpar.masks.mask import layer_mask
+from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout
 from seqpar.schedule import plan as plans
 from seqpar.schedule.plan import AttentionPlan, attention_plan
 

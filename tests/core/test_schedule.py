@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Mask
-from seqpar.heads import Heads
 from seqpar.kernels.tiles import Kind, decompose
-from seqpar.layout import CPU, LAYOUTS, Layout, TokenLayout
-from seqpar.placement import Placement
+from seqpar.placement.heads import Heads
+from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout
+from seqpar.placement.placement import Placement
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.schedule.program import Hop
 from seqpar.schedule.rows import KeyIntervals, RowSpans

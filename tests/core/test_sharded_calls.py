@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 
 from ..cases import Batch
 from ..observe import counted_handshakes, message_of

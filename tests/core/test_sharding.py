@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import Mask, Sharding, same_rows
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 from seqpar.schedule import plan
 from seqpar.spec import REPLICATED, AttentionSpec
 

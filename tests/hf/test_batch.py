@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import seqpar
 import seqpar.hf
 from seqpar.hf.batch import documents_from_positions, shard_for_rank, token_ranges
-from seqpar.layout import Layout, shard_positions
+from seqpar.placement.layout import Layout, shard_positions
 
 from ..pool import Pool, on_ranks
 from .workers import make_batch

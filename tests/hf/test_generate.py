@@ -23,7 +23,7 @@ from seqpar import decoding
 from seqpar.comm.trace import trace
 from seqpar.hf import generate
 from seqpar.kernels import BackendName
-from seqpar.layout import Layout
+from seqpar.placement.layout import Layout
 
 from ..pool import Pool, on_ranks
 from .workers import VOCAB, tiny

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from seqpar.kernels.bands import Abilities, Call, cut
 from seqpar.kernels.block_lists import _ranges, block_lists, longest_lists, too_long
-from seqpar.layout import CPU, LAYOUTS, TokenLayout
+from seqpar.placement.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import attention_plan
 from seqpar.schedule.rows import KeyIntervals
 

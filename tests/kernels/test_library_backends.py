@@ -24,7 +24,7 @@ from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
 from seqpar.kernels.triton import TritonBackend
-from seqpar.layout import CPU, LAYOUTS, TokenLayout
+from seqpar.placement.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import AttentionPlan, attention_plan
 from seqpar.schedule.rows import KeyIntervals
 

@@ -32,7 +32,7 @@ from seqpar.kernels import base
 from seqpar.kernels.base import Grads, Score
 from seqpar.kernels.triton import TritonBackend
 from seqpar.layers import rotary as rotary_module
-from seqpar.layout import shard_positions
+from seqpar.placement.layout import shard_positions
 from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges

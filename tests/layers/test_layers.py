@@ -15,7 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 
 from ..pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
 from ..reference import assert_close, dense_attention, rank_positions

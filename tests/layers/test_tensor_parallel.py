@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Mask
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 
 from ..cases import Batch
 from ..models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.comm.handshake import all_gather_header
-from seqpar.layout import LAYOUTS, Layout
 from seqpar.megatron import tensor_parallel
 from seqpar.megatron.sharded_vocab import check_ids
+from seqpar.placement.layout import LAYOUTS, Layout
 
 from ..live_bytes import LiveBytes
 from ..models import full

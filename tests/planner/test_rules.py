@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.layout import Layout
+from seqpar.placement.layout import Layout
 from seqpar.planner.layer import attention_seconds
 from seqpar.planner.rules import fastest
 from seqpar.planner.setting import Setting

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.layout import LAYOUTS, TokenLayout
+from seqpar.placement.layout import LAYOUTS, TokenLayout
 from seqpar.planner.layer import RankTimeline
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import mask_of

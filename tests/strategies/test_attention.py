@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 from seqpar.strategies import call, head_exchange, transport
 
 from ..cases import Batch

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar.comm import collectives
 from seqpar.comm.shared_memory import VARIABLE
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks

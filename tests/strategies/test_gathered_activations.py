@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.layout import LAYOUTS, Layout
+from seqpar.placement.layout import LAYOUTS, Layout
 from seqpar.schedule.plan import AttentionPlan
 
 from ..cases import Batch

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 from seqpar.strategies import operators
 
 from ..hosts import hosts_of

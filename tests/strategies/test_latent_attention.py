@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 from seqpar.strategies import latent
 
 from ..cases import Batch

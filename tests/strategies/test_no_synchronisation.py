@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import kernels
-from seqpar.layout import LAYOUTS
+from seqpar.placement.layout import LAYOUTS
 from seqpar.strategies import gathered_activations, operators, tensor_operators
 
 from ..fake_cuda import fake_cuda

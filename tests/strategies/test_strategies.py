@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import seqpar
-from seqpar.strategies import COMMS
-from seqpar.strategies import STRATEGIES as PACKAGE_STRATEGIES
+from seqpar.placement.strategies import COMMS
+from seqpar.placement.strategies import STRATEGIES as PACKAGE_STRATEGIES
 
 from ..strategy_cases import LAYER_STRATEGIES, ONE_PER_CLASS, STRATEGIES
 

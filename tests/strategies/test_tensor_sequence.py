@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.base import cache
-from seqpar.layout import LAYOUTS, Layout
-from seqpar.placement import ParallelContext
+from seqpar.placement.layout import LAYOUTS, Layout
+from seqpar.placement.placement import ParallelContext
 from seqpar.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
 from seqpar.strategies.gemm import add_weight_gradient, matmul_float32

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...layout import LAYOUTS, shard_positions
 from ...masks.rules import document_boundaries
+from ...placement.layout import LAYOUTS, shard_positions
 from ...verification import error_of, is_multiple, products, ratio_of
 from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of

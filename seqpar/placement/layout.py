@@ -45,8 +45,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from .base.cache import cached_tensors
-from .base.checks import TRANSPOSE
+from ..base.cache import cached_tensors
+from ..base.checks import TRANSPOSE
 
 Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)

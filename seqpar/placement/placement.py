@@ -8,9 +8,8 @@ from typing import Any
 
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .base.compile_types import Opaque, register_reference_type
-from .layout import TokenLayout
-from .ranks.mesh import (
+from ..base.compile_types import Opaque, register_reference_type
+from ..ranks.mesh import (
     Ranks,
     Subgroup,
     check_mesh_and_group,
@@ -20,6 +19,7 @@ from .ranks.mesh import (
     size_of,
     tensor_group,
 )
+from .layout import TokenLayout
 
 _NO_TOKENS = TokenLayout(0)
 
