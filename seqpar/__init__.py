@@ -31,8 +31,8 @@ from .layers.factory import ParallelAttention
 from .masks.mask import Mask
 from .ranks.mesh import init_mesh
 from .scaled_dot_product import replace_sdpa, sdpa
-from .shard_functions import positions, shard, unshard
-from .sharding import Sharding
+from .sharding.functions import positions, shard, unshard
+from .sharding.sharding import Sharding
 from .strategies.checkpointing import keep_attention
 from .verification import VerificationError, verify
 

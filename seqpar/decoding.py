@@ -30,10 +30,10 @@ from .kernels.base import Carry, Score, empty_carry, finish, merge_
 from .masks.mask import Mask
 from .placement.heads import Heads
 from .ranks.mesh import rank_in, size_of
-from .same_rows import compare, compares_now
 from .schedule.rows import KeyIntervals
-from .sharding import Sharding
-from .spec import AttentionSpec, attention_spec
+from .sharding.same_rows import compare, compares_now
+from .sharding.sharding import Sharding
+from .sharding.spec import AttentionSpec, attention_spec
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -21,7 +21,7 @@ from .base.checks import check_int
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .masks.mask import Mask
-from .sharding import Sharding
+from .sharding.sharding import Sharding
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -24,9 +24,9 @@ from .base.checks import check_number
 from .comm.trace import trace
 from .comm.waiting import run, waiting
 from .ranks.mesh import check_mesh_and_group, size_of
-from .same_rows import OtherRowsError
-from .sharding import Sharding
-from .spec import AttentionSpec
+from .sharding.same_rows import OtherRowsError
+from .sharding.sharding import Sharding
+from .sharding.spec import AttentionSpec
 
 # The largest error that counts as equal, relative to the norm of one device's tensor.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}

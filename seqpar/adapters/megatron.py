@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ..functional import attention
 from ..masks.mask import Mask
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 
 _MASKS = {"causal": Mask.causal(), "no_mask": Mask.full()}
 

@@ -9,7 +9,7 @@ from torch.distributed import DeviceMesh
 
 from ..functional import attention
 from ..masks.mask import Mask
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 
 
 def parallelize(model: nn.Module, cp_mesh: DeviceMesh, **options: Any) -> None:

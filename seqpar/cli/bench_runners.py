@@ -39,7 +39,7 @@ from ..functional import attention
 from ..masks.mask import Mask
 from ..placement.layout import Layout, shard_positions
 from ..ranks.mesh import Ranks
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 from .bench_cases import BenchCase, BenchStrategy
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [b, s, h, d], k [b, s, n, d], v [b, s, n, e] -> [b, s, h, e]

@@ -31,7 +31,7 @@ from ..megatron import MegatronAttention
 from ..placement.strategies import STRATEGIES, compared_options
 from ..ranks.mesh import ranks_by_host
 from ..ranks.startup import LAUNCH_ORDER
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 from .launch import FAILED, CommandError, bad_options, cores, join, launch, this_device, under_launcher
 from .measure import (
     HEAD_DIM,

@@ -34,7 +34,7 @@ from ..base.checks import check_inputs, no_compile
 from ..masks.mask import LayerMask, Mask, layer_mask
 from ..placement.placement import ANY_RANKS
 from ..planner.rules import named
-from ..spec import REPLICATED, AttentionSpec, constant_float, constants
+from ..sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
 from ..strategies.autograd import join_backward
 from ..strategies.operators import attention as attention_operator
 from .batch import BatchShard

@@ -24,7 +24,7 @@ from ..masks.mask import Mask, mask_of_rows
 from ..masks.rules import document_boundaries
 from ..placement.layout import LAYOUTS, Layout, shard_positions
 from ..ranks.mesh import rank_in, sequence_group, size_of
-from ..sharding import Sharding, check_sharding
+from ..sharding.sharding import Sharding, check_sharding
 
 IGNORE_INDEX = -100
 # The names of document boundaries in the batches of various collate functions.

@@ -27,7 +27,7 @@ from ..base.checks import no_compile
 from ..masks.mask import Mask
 from ..memory.weights import CACHE_ARGUMENTS
 from ..placement.layout import shard_positions
-from ..same_rows import check_every
+from ..sharding.same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
 from .loss import all_gather_tokens, join_tiles, reduce_over_ranks

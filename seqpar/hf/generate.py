@@ -21,7 +21,7 @@ from ..decoding import GrowingBuffer, attend_to_cached
 from ..kernels.base import Score
 from ..masks.mask import Mask, layer_mask
 from ..placement.heads import Heads
-from ..spec import AttentionSpec
+from ..sharding.spec import AttentionSpec
 from .batch import checksum
 from .full_batch import shard_call
 from .key_values import storing_layer

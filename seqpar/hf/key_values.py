@@ -28,8 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from ..masks.mask import Mask
 from ..placement.placement import ANY_RANKS
-from ..sharding import Sharding
-from ..spec import AttentionSpec
+from ..sharding.sharding import Sharding
+from ..sharding.spec import AttentionSpec
 from ..strategies.operators import attention as attention_operator
 from .state import Patch
 

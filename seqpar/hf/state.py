@@ -24,7 +24,7 @@ from ..memory import Memory
 from ..placement.layout import LAYOUTS, Layout
 from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions
 from ..ranks.mesh import rank_in, size_of
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 from .batch import BatchShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config

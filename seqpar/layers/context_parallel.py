@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from ..base.checks import check_choice
 from ..decoding import KeyValueCache
 from ..masks.mask import Mask
-from ..sharding import Sharding
-from ..spec import REPLICATED, AttentionSpec
+from ..sharding.sharding import Sharding
+from ..sharding.spec import REPLICATED, AttentionSpec
 from ..strategies import operators
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.gathered_activations import GATHERS, Gather, GatheredAttention

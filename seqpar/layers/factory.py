@@ -14,7 +14,7 @@ from ..kernels import BackendName
 from ..masks.mask import Mask
 from ..placement.layout import Layout
 from ..placement.strategies import StrategyName, StrategyOptions
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 from ..strategies.gathered_activations import Gather
 from ..strategies.sequence_chunks import Overlap
 from .attention import AttentionLayer

@@ -34,7 +34,7 @@ from ..base.compile_types import Opaque, register_reference_type, unwrap
 from ..base.library import operator
 from ..comm.handshake import all_gather_header
 from ..kernels.elementwise import elementwise_kernels
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
 Frequencies = tuple[Tensor, float]

@@ -30,7 +30,7 @@ from ..comm.collectives import all_gather, all_reduce
 from ..placement.layout import chunk_range
 from ..placement.placement import ParallelContext
 from ..ranks.mesh import rank_in, size_of, tensor_group
-from ..sharding import Sharding
+from ..sharding.sharding import Sharding
 from ..strategies.gemm import add_weight_gradient, sum_dtype
 from ..strategies.sequence_chunks import PartialSums, Piece, Rows
 from ..strategies.tensor_operators import ChunkOptions, chunks_of, lengths_of, new_tokens

@@ -27,8 +27,8 @@ from ..placement.heads import Heads
 from ..placement.placement import ParallelContext
 from ..placement.strategies import STRATEGIES, resolve
 from ..ranks.mesh import context_group, rank_in, size_of
-from ..sharding import Sharding, check_sharding
-from ..spec import AttentionSpec
+from ..sharding.sharding import Sharding, check_sharding
+from ..sharding.spec import AttentionSpec
 from ..strategies.autograd import with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter

@@ -25,7 +25,7 @@ from ..placement.layout import CPU
 from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
-from ..spec import AttentionSpec
+from ..sharding.spec import AttentionSpec
 from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import chunk_limit
 from ..strategies.latent import LatentKeys

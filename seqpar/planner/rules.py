@@ -26,8 +26,8 @@ from ..comm.trace import count_choice
 from ..masks.mask import Mask
 from ..placement.layout import Layout
 from ..placement.strategies import StrategyName, StrategyOptions
-from ..sharding import Sharding
-from ..spec import AttentionSpec, constants
+from ..sharding.sharding import Sharding
+from ..sharding.spec import AttentionSpec, constants
 
 
 def named(spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, sharding: Sharding) -> AttentionSpec:

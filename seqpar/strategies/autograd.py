@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..placement.placement import ANY_RANKS, ParallelContext
-from ..sharding import Sharding
-from ..spec import AttentionSpec
+from ..sharding.sharding import Sharding
+from ..sharding.spec import AttentionSpec
 
 
 def gradient_state(*tensors: Tensor | None) -> int:

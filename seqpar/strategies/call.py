@@ -19,7 +19,7 @@ from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
 from ..schedule.rows import KeyIntervals
-from ..spec import AttentionSpec
+from ..sharding.spec import AttentionSpec
 from .latent import LatentKeys
 from .transfers import GradientReduce, Transfers, take_heads
 from .transport import Collectives, PeerToPeer, Transport

@@ -33,8 +33,8 @@ from ..placement.heads import Heads
 from ..placement.layout import check_length
 from ..placement.placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
-from ..sharding import Sharding
-from ..spec import AttentionSpec
+from ..sharding.sharding import Sharding
+from ..sharding.spec import AttentionSpec
 from .call import AttentionCall, Run
 from .head_exchange import MAX_CHUNKS, HeadExchange, head_exchange, head_exchange_of
 from .latent import LatentKeys, value_dim

@@ -25,8 +25,8 @@ from ..base.cache import context_of
 from ..base.compile_types import Opaque, register_constant_type
 from ..base.library import operator
 from ..placement.placement import ParallelContext
-from ..sharding import Sharding
-from ..spec import AttentionSpec
+from ..sharding.sharding import Sharding
+from ..sharding.spec import AttentionSpec
 from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
 from .sequence_chunks import SequenceChunks, check_overlap, rows_in_rank_order, rows_of_sharding

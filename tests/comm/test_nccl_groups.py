@@ -19,7 +19,7 @@ from seqpar.kernels.base import Score
 from seqpar.placement.heads import Heads
 from seqpar.placement.layout import LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
-from seqpar.spec import AttentionSpec
+from seqpar.sharding.spec import AttentionSpec
 from seqpar.strategies import call as calls
 from seqpar.strategies import ring, transport
 from seqpar.strategies.call import AttentionCall, Run

@@ -22,10 +22,11 @@ from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
-from seqpar import Mask, Sharding, same_rows
+from seqpar import Mask, Sharding
 from seqpar.placement.layout import LAYOUTS
 from seqpar.schedule import plan
-from seqpar.spec import REPLICATED, AttentionSpec
+from seqpar.sharding import same_rows
+from seqpar.sharding.spec import REPLICATED, AttentionSpec
 
 from ..cases import Batch
 from ..observe import counted_handshakes, message_of

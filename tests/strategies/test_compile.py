@@ -23,7 +23,7 @@ from seqpar import Mask, Sharding
 from seqpar.layers.rotary import rotary_length, rotary_table
 from seqpar.megatron.sharded_vocab import VocabPart, vocab_cross_entropy, vocab_embedding, vocab_linear_cross_entropy
 from seqpar.placement.placement import ANY_RANKS, ParallelContext
-from seqpar.spec import AttentionSpec
+from seqpar.sharding.spec import AttentionSpec
 from seqpar.strategies.operators import attention
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter
 

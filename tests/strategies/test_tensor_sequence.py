@@ -16,7 +16,7 @@ import seqpar
 from seqpar.base import cache
 from seqpar.placement.layout import LAYOUTS, Layout
 from seqpar.placement.placement import ParallelContext
-from seqpar.spec import AttentionSpec
+from seqpar.sharding.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
 from seqpar.strategies.gemm import add_weight_gradient, matmul_float32
 from seqpar.strategies.sequence_chunks import SequenceChunks, check_overlap, rows_in_rank_order

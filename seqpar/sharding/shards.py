@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .comm.collectives import all_gather, sum_shards
-from .placement.layout import TokenLayout, shard_ranges
+from ..comm.collectives import all_gather, sum_shards
+from ..placement.layout import TokenLayout, shard_ranges
 
 
 def _along(dim: int, positions: range) -> tuple[slice, ...]:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .base.checks import check_bool, check_choice, check_dense, check_int, no_compile
-from .base.compile_types import Opaque, register_reference_type
-from .comm.waiting import operation
-from .placement.layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
-from .placement.placement import ANY_RANKS, ParallelContext, Placement
-from .placement.strategies import STRATEGIES, StrategyName, resolve
-from .ranks.mesh import (
+from ..base.checks import check_bool, check_choice, check_dense, check_int, no_compile
+from ..base.compile_types import Opaque, register_reference_type
+from ..comm.waiting import operation
+from ..placement.layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
+from ..placement.placement import ANY_RANKS, ParallelContext, Placement
+from ..placement.strategies import STRATEGIES, StrategyName, resolve
+from ..ranks.mesh import (
     all_ranks_group,
     check_mesh_and_group,
     context_group,

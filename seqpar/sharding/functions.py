@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .base.checks import check_choice, no_compile
-from .comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
-from .placement.layout import LAYOUTS, Layout, check_lengths
-from .placement.strategies import StrategyName
+from ..base.checks import check_choice, no_compile
+from ..comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
+from ..placement.layout import LAYOUTS, Layout, check_lengths
+from ..placement.strategies import StrategyName
 from .sharding import Sharding, check_dim, check_sharding, require_layout, resolve_sequence_group
 
 

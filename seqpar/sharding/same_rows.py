@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .comm.handshake import Fingerprint, all_gather_header
+from ..comm.handshake import Fingerprint, all_gather_header
 
 
 class OtherRowsError(ValueError):
