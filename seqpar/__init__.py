@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from .comm.trace import Trace, trace
 from .decoding import KeyValueCache
+from .factory import ParallelAttention
 from .functional import (
     attention,
     context_parallel_attention,
@@ -27,7 +28,6 @@ from .layers import (
     sync_gradients,
     token_loss,
 )
-from .layers.factory import ParallelAttention
 from .masks.mask import Mask
 from .ranks.mesh import init_mesh
 from .scaled_dot_product import replace_sdpa, sdpa

@@ -2,9 +2,9 @@
 
 from .attention import AttentionLayer
 from .context_parallel import ContextParallelAttention
-from .factory import AutoAttention, HybridAttention, LocalAttention, RingAttention, UlyssesAttention
 from .gradients import average_in_backward, clip_grad_norm_, sync_gradients
 from .loss import token_loss
+from .named import AutoAttention, HybridAttention, LocalAttention, RingAttention, UlyssesAttention
 from .rotary import RotaryEmbedding
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The layer of each strategy, and the factory that makes them."""
+"""``ParallelAttention``: the layer of a strategy, by its name."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..base.checks import check_choice
-from ..kernels import BackendName
-from ..masks.mask import Mask
-from ..placement.layout import Layout
-from ..placement.strategies import StrategyName, StrategyOptions
-from ..sharding.sharding import Sharding
-from ..strategies.gathered_activations import Gather
-from ..strategies.sequence_chunks import Overlap
-from .attention import AttentionLayer
-from .context_parallel import ContextParallelAttention
-from .rotary import RotaryEmbedding
+from .base.checks import check_choice
+from .kernels import BackendName
+from .layers.attention import AttentionLayer
+from .layers.context_parallel import ContextParallelAttention
+from .layers.named import AutoAttention, HybridAttention, LocalAttention, RingAttention, UlyssesAttention
+from .layers.rotary import RotaryEmbedding
+from .placement.layout import Layout
+from .placement.strategies import StrategyName, StrategyOptions
+from .strategies.gathered_activations import Gather
+from .strategies.sequence_chunks import Overlap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,50 +32,6 @@ if TYPE_CHECKING:
         """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
         context: StrategyName | None
         """tp_sp: the strategy of attention over the mesh's ring and ulysses dimensions."""
-
-
-class LocalAttention(AttentionLayer):
-    """Attention on one rank, which holds the full sequence. No options."""
-
-    strategy = "local"
-
-
-class RingAttention(AttentionLayer):
-    """Ring attention: K/V rows are sent from rank to rank, step by step. No options.
-
-    Under a causal mask, use the layout "zigzag" or "striped", with which all ranks have the same work.
-    """
-
-    strategy = "ring"
-
-
-class UlyssesAttention(AttentionLayer):
-    """Ulysses: all-to-all from sequence shards to head shards and back. No options.
-
-    With more ranks than heads, some ranks have no work.
-    """
-
-    strategy = "ulysses"
-
-
-class HybridAttention(AttentionLayer):
-    """A hybrid: all-to-all in subgroups, ring across them.
-
-    Args:
-        ulysses_size: on a plain group, the size of the subgroups, a divisor of the group's size; by default the largest
-            one up to its square root. On a mesh, the sizes of its ring and ulysses dimensions are used.
-    """
-
-    strategy = "hybrid"
-
-
-class AutoAttention(AttentionLayer):
-    """Takes in each call the strategy that should be the fastest, see ``seqpar.attention``. No options."""
-
-    strategy = "auto"
-
-    def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:
-        raise ValueError("strategy='auto': it depends on the mask; name the strategy to plan for")
 
 
 # To add a layer, add its class here. That of "tp_sp" is imported when one is made.
@@ -165,7 +120,7 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
     check_choice("strategy", strategy, (*LAYERS, "tp_sp"))
     layer_class: Callable[..., AttentionLayer]
     if strategy == "tp_sp":
-        from ..megatron import MegatronAttention as layer_class  # noqa: N813
+        from .megatron import MegatronAttention as layer_class  # noqa: N813
     else:
         layer_class = LAYERS[strategy]
     return layer_class(
