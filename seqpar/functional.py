@@ -22,12 +22,12 @@ from .masks.mask import Mask
 from .placement.layout import Layout, check_lengths
 from .placement.placement import ANY_RANKS
 from .placement.strategies import StrategyName
-from .planner.rules import named
 from .ranks.mesh import sequence_group
 from .schedule.plan import plan_ahead
 from .sharding.sharding import Sharding, check_sharding, require_layout
 from .sharding.spec import AttentionSpec, attention_spec
 from .strategies import operators
+from .strategies.auto import named
 from .strategies.autograd import any_needs_gradient, gradient_state, join_backward, to_autocast_dtype
 from .strategies.seed import draw_seed
 

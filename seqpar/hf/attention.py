@@ -33,8 +33,8 @@ from transformers.masking_utils import (
 from ..base.checks import check_inputs, no_compile
 from ..masks.mask import LayerMask, Mask, layer_mask
 from ..placement.placement import ANY_RANKS
-from ..planner.rules import named
 from ..sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
+from ..strategies.auto import named
 from ..strategies.autograd import join_backward
 from ..strategies.operators import attention as attention_operator
 from .batch import BatchShard

@@ -36,12 +36,12 @@ from ..masks.mask import Mask
 from ..placement.layout import LAYOUTS, Layout, check_lengths
 from ..placement.placement import ParallelContext
 from ..placement.strategies import COMMS, STRATEGIES
-from ..planner.rules import named
 from ..schedule.plan import plan_ahead
 from ..sharding.functions import layout_of
 from ..sharding.sharding import Sharding, check_sharding, require_layout, resolve_sequence_group
 from ..sharding.spec import AttentionSpec, constants
 from ..strategies import operators
+from ..strategies.auto import named
 from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
 from ..strategies.seed import draw_seed
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions

@@ -152,7 +152,7 @@ STRATEGIES: dict[str, Strategy] = {
         bytes_sent_backward="(U-1)/(U*P) * N * (2 d + 2 d_kv) * e + (R-1)/P * N * 2 d_kv * (e + 4)",
         options=("ulysses_size",),
     ),
-    # The ranks of the sequence. ``planner/rules.py`` names the strategy of each call, whose ranks replace these.
+    # The ranks of the sequence. ``strategies/auto.py`` names the strategy of each call, whose ranks replace these.
     "auto": Strategy(
         _ring_ranks,
         paper="the strategy that should be the fastest",

@@ -14,8 +14,8 @@ import seqpar
 from seqpar import Mask
 from seqpar.placement.layout import Layout
 from seqpar.planner.layer import attention_seconds
-from seqpar.planner.rules import fastest
 from seqpar.planner.setting import Setting
+from seqpar.strategies.auto import fastest
 
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
