@@ -9,39 +9,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # From the lowest floor up; docs/architecture.md describes them.
 FLOORS = (
-    (
-        "cache",
-        "checks",
-        "layout",
-        "library",
-        "heads",
-        "mask",
-        "mask_rules",
-        "mesh",
-        "placement",
-        "compile_types",
-        "reductions",
-        "rendezvous",
-        "runs",
-        "startup",
-        "triton_kernels",
-        "wrappers",
-    ),
-    ("schedule", "comm", "kernels"),
-    (
-        "strategies",
-        "planner",
-        "functional",
-        "decoding",
-        "same_rows",
-        "scaled_dot_product",
-        "shard_functions",
-        "sharding",
-        "shards",
-        "spec",
-    ),
-    ("layers", "megatron", "memory", "verification"),
-    ("hf", "cli", "adapters"),
+    ("base", "ranks", "masks", "triton_kernels"),
+    ("schedule", "comm", "kernels", "placement"),
+    ("strategies", "sharding"),
+    ("functional", "scaled_dot_product", "decoding", "verification"),
+    ("factory", "layers", "megatron", "memory", "adapters", "planner"),
+    ("hf", "cli"),
     ("peers",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
@@ -79,7 +52,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def floor(module: str) -> int:
-    return FLOOR_OF[module.split(".")[1]]
+    return FLOOR_OF[room(module)]
 
 
 def test_no_module_imports_a_higher_floor() -> None:
@@ -89,9 +62,26 @@ def test_no_module_imports_a_higher_floor() -> None:
     assert not upward, upward
 
 
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
 def test_no_modules_import_each_other() -> None:
     # static_order raises a CycleError that names the modules of a circle.
     assert len(list(TopologicalSorter(graph()).static_order())) == len(modules())
+
+
+def test_no_rooms_import_each_other() -> None:
+    rooms: dict[str, set[str]] = {}
+    for name, others in graph().items():
+        rooms.setdefault(room(name), set()).update(room(other) for other in others if room(other) != room(name))
+    assert len(list(TopologicalSorter(rooms).static_order())) == len(rooms)
+
+
+def test_the_root_has_few_modules() -> None:
+    assert {path.stem for path in (ROOT / "seqpar").glob("*.py")} == {
+        *("__init__", "__main__", "decoding", "factory", "functional", "scaled_dot_product", "verification")
+    }
 
 
 def test_no_module_bears_the_name_of_a_function_beside_it() -> None:
