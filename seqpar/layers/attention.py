@@ -32,7 +32,7 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..layout import LAYOUTS, Layout, check_lengths
-from ..mask import Mask
+from ..mask import Mask, check_rows
 from ..placement import ParallelContext
 from ..planner.rules import named
 from ..schedule.plan import plan_ahead
@@ -381,8 +381,7 @@ class AttentionLayer(nn.Module):
             check_positions(positions, x)
         if torch.compiler.is_compiling():  # the operators check the length and the mask when they run
             return
-        if mask.batch not in (1, x.shape[0]):
-            raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
+        check_rows(mask, "x_local", x)
         if sharding is not None:
             sharding.check_local(x.shape[1])
             mask.check_length(sharding.seq_len)

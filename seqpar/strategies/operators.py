@@ -30,7 +30,7 @@ from ..heads import Heads
 from ..kernels.base import Score, accumulator
 from ..layout import check_length
 from ..library import operator
-from ..mask import Mask, layer_mask
+from ..mask import Mask, check_rows, layer_mask
 from ..placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
 from ..sharding import Sharding
@@ -102,12 +102,7 @@ def new_call(
             raise ValueError(
                 f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {tokens.seq_len} of the sequence"
             )
-        if mask.batch not in (1, q.shape[0]):
-            raise ValueError(
-                f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}; if q is a micro-batch of a pipeline, "
-                "give the stages what the mask is made from as a tensor with a row for each batch row, and make the "
-                "mask in the stage: the schedule splits tensors into micro-batches"
-            )
+        check_rows(mask, "q", q)
         mask.check_length(tokens.seq_len)
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
