@@ -18,7 +18,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from .base.checks import check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
-from .masks.mask import Mask
+from .masks.mask import Mask, check_rows
 from .placement.layout import Layout, check_lengths
 from .placement.placement import ANY_RANKS
 from .placement.strategies import StrategyName
@@ -275,8 +275,7 @@ def _agree(
         if dropout_seed is not None:
             _check_seed(dropout_seed)
         q, k, v, sinks, _, latent_weight = _checked(mask, tensors)
-        if mask.batch not in (1, q.shape[0]):
-            raise ValueError(f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}")
+        check_rows(mask, "q", q)
     joins_backward = True
     if needs_handshake:
         tokens = placement.tokens

@@ -32,7 +32,7 @@ from ..base.checks import (
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
-from ..masks.mask import Mask
+from ..masks.mask import Mask, check_rows
 from ..placement.layout import LAYOUTS, Layout, check_lengths
 from ..placement.placement import ParallelContext
 from ..placement.strategies import COMMS, STRATEGIES
@@ -390,8 +390,7 @@ class AttentionLayer(nn.Module):
             check_positions(positions, x)
         if torch.compiler.is_compiling():  # the operators check the length and the mask when they run
             return
-        if mask.batch not in (1, x.shape[0]):
-            raise ValueError(f"mask: made for {mask.batch} batch rows, but x_local has {x.shape[0]}")
+        check_rows(mask, "x_local", x)
         if sharding is not None:
             sharding.check_local(x.shape[1])
             mask.check_length(sharding.seq_len)

@@ -327,6 +327,16 @@ class Mask(Opaque):
         return (keys >= lo[..., None]) & (keys < hi[..., None])
 
 
+def check_rows(mask: Mask, name: str, x: Tensor) -> None:
+    """Raise if ``mask`` has rows of its own for another number of batch rows than ``x``, called ``name``, has."""
+    if mask.batch not in (1, x.shape[0]):
+        raise ValueError(
+            f"mask: made for {mask.batch} batch rows, but {name} has {x.shape[0]}; if {name} is a micro-batch of a "
+            "pipeline, give the stages what the mask is made from as a tensor with one row for each batch row, which "
+            "the schedule splits into micro-batches, and make the mask in the stage"
+        )
+
+
 def mask_of_rows(mask: Mask, rows: Sequence[int]) -> Mask:
     """The mask of some of the batch rows, such as a micro-batch's. A mask that all rows share is returned as it is."""
     return mask if mask.batch == 1 else Mask(tuple(rule.of_rows(rows) for rule in mask.rules))

@@ -28,7 +28,7 @@ from ..base.library import operator
 from ..comm.handshake import all_gather_header
 from ..comm.trace import count_choice
 from ..kernels.base import Score, accumulator
-from ..masks.mask import Mask, layer_mask
+from ..masks.mask import Mask, check_rows, layer_mask
 from ..placement.heads import Heads
 from ..placement.layout import check_length
 from ..placement.placement import ParallelContext, Placement
@@ -105,12 +105,7 @@ def new_call(
             raise ValueError(
                 f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {tokens.seq_len} of the sequence"
             )
-        if mask.batch not in (1, q.shape[0]):
-            raise ValueError(
-                f"mask: made for {mask.batch} batch rows, but q has {q.shape[0]}; if q is a micro-batch of a pipeline, "
-                "give the stages what the mask is made from as a tensor with a row for each batch row, and make the "
-                "mask in the stage: the schedule splits tensors into micro-batches"
-            )
+        check_rows(mask, "q", q)
         mask.check_length(tokens.seq_len)
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])

@@ -238,7 +238,7 @@ BAD: dict[str, Bad] = {
     "mask's rows": (
         lambda: attend(mask=Mask.documents([[0, 8], [0, 3], [0, 4]])),
         ValueError,
-        ["mask", "3 batch rows", "2"],
+        ["mask", "3 batch rows", "2", "micro-batch of a pipeline"],
     ),
     "group": (lambda: attend(strategy="ring", group=4), TypeError, ["group=4", "ProcessGroup"]),
     "mesh": (lambda: attend(strategy="ring", mesh=4), TypeError, ["mesh=4", "DeviceMesh", "init_mesh"]),

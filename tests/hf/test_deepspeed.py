@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,13 @@ from torch.distributed import ProcessGroup
 
 pytest.importorskip("transformers")
 
+from transformers import TrainingArguments
+
 import seqpar
 import seqpar.hf
 from seqpar.hf.logits import LazyLogits, MissingLogits
 
-from ..engines.engine import full_weights, initialize, needs_deepspeed
+from ..engines.engine import full_weights, initialize, needs_deepspeed, start_deepspeed
 from ..pool import Pool, mesh_of, on_ranks
 from .workers import make_batch, tiny
 
@@ -101,3 +104,58 @@ def test_groups_of_heads_are_refused_with_zero_3(two: Pool) -> None:
     """A group needs a part of each projection, and ZeRO-3 gathers projections as a whole."""
     words = "head_groups: DeepSpeed's ZeRO-3 has partitioned the weights of LlamaAttention"
     assert all(words in message for message in two.run(2, refused))
+
+
+def rows_of_a_step() -> list[dict[str, Tensor]]:
+    """The rows of two micro-batches of two rows. Every epoch is one step, whatever the order of the rows is."""
+    batch = make_batch("plain", 40, rows=4)
+    for row, ignored in zip(batch["labels"], (0, 9, 20, 31), strict=True):
+        row[:ignored] = -100
+    return [{"input_ids": ids, "labels": labels} for ids, labels in zip(*batch.values(), strict=True)]
+
+
+CLIP, RATE = 0.5, 0.01
+
+
+def as_the_trainer_does() -> dict[str, Tensor]:
+    """The weights after steps of the Trainer's loop on one process."""
+    model, rows = tiny("llama"), rows_of_a_step()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=1e-3, weight_decay=0.0)
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        assert nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+@on_ranks
+def train_with_the_trainer(group: ProcessGroup, folder: str, expected: dict[str, Tensor]) -> float:
+    start_deepspeed()
+    model = seqpar.hf.parallelize(tiny("llama"), group=group)
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    arguments = TrainingArguments(
+        folder, deepspeed=config, max_steps=STEPS, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+        max_grad_norm=CLIP, learning_rate=RATE, adam_epsilon=1e-3, optim="adamw_torch", report_to="none",
+        save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = seqpar.hf.SequenceParallelTrainer(model, arguments, train_dataset=rows_of_a_step())
+    trainer.train()
+    with full_weights(trainer.model_wrapped) as weights:
+        return max(float((weights[name] - x).detach().abs().max()) for name, x in expected.items())
+
+
+def test_the_trainer_with_zero_3(tmp_path: Path) -> None:
+    pool = Pool(2)  # of its own, because the Trainer sets environment variables for accelerate
+    differences = pool.run(2, train_with_the_trainer, str(tmp_path), as_the_trainer_does())
+    pool.close()
+    assert max(differences) < 1e-5, differences
