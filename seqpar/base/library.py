@@ -44,12 +44,14 @@ def operator(
         overload = getattr(torch.ops.seqpar, name).default
 
         def with_autograd(*args: Any) -> Any:
-            if autograd and (computes or (torch.is_grad_enabled() and torch._C._any_requires_grad(*args))):
+            if autograd is not None and torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
                 return autograd(*args)
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args)
 
-        _library.impl(name, no_compile(with_autograd) if autograd else torch.library.fallthrough_kernel, "Autograd")
+        # A lambda, because no_compile sets attributes, which methods do not have.
+        kernel = (lambda *args: autograd(*args)) if autograd and computes else with_autograd
+        _library.impl(name, no_compile(kernel) if autograd else torch.library.fallthrough_kernel, "Autograd")
         overload.function, overload.autograd = function, autograd  # for tests that look inside
         return overload
 

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -308,8 +309,10 @@ def dimension_group(mesh: DeviceMesh, names: tuple[str, ...], ordered: bool = Tr
         group = dimension_group(mesh, large, ordered)
     else:
         dims = [all_names.index(name) for name in names] or [0]
-        last = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))  # [..., ranks of a group]
-        for ranks in last.reshape(-1, last.shape[-1]).tolist() if ordered else ():
+        with unset_fake_temporarily():  # the ranks are known also while tensors are fake
+            last = mesh.mesh.movedim(dims, [*range(-len(dims), 0)]).flatten(-len(dims))  # [..., ranks of a group]
+            by_group = last.reshape(-1, last.shape[-1]).tolist()
+        for ranks in by_group if ordered else ():
             if ranks != sorted(ranks):
                 raise ValueError(
                     f"mesh: its ranks along {' x '.join(names) or 'its dimension'} are {shown(ranks)}; expected "
