@@ -352,7 +352,7 @@ def products(a: Tensor, e: Tensor) -> Tensor:
 
 
 def divided(numbers: Sequence[float], n: float) -> list[float]:
-    """The ``products`` of ``a / n`` and ``e``, from those of ``a`` and ``e``."""
+    """The ``products`` of ``a / n`` and ``e``. ``numbers`` are the ``products`` of ``a`` and ``e``."""
     _, ee, ae, aa = numbers
     return [max(aa / n**2 - 2 * ae / n + ee, 0.0), ee, ae / n, aa / n**2]
 

@@ -77,7 +77,7 @@ class SeedAlike:
 
     Args:
         first: the ``worker_init_fn`` to call before. transformers' sets a seed that depends on the rank.
-        replica: the number of the sequence, whose workers have other seeds than those of other sequences.
+        replica: the number of the sequence, whose workers share seeds; workers of other sequences have other seeds.
     """
 
     def __init__(self, first: Callable[[int], None] | None, replica: int) -> None:

@@ -156,7 +156,7 @@ def mean_over_tokens(
 
 
 def _labels_of_losses(losses: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
-    """The labels of the tokens of ``losses``: this rank's tokens, or, of a sharded vocabulary, those of all tp ranks.
+    """The label of each of ``losses``, which are for this rank's tokens or for the tokens of all ranks of tp.
 
     Ranks of tp that hold the same losses count the same labels. The mean is the same.
     """

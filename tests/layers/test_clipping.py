@@ -47,7 +47,7 @@ def train(group: ProcessGroup, strategy: str) -> None:
         parallel(
             seqpar.shard(ids, group=group, layout="contiguous"), seqpar.shard(labels, group=group, layout="contiguous")
         ).backward()
-        # Each rank's loss is that of its tokens, but of all tokens where the vocabulary is sharded.
+        # A rank's loss covers its own tokens; where the vocabulary is sharded, the tokens of all ranks.
         seqpar.sync_gradients(parallel, group=group, reduce="mean" if strategy == "tp_sp" else "sum")
         norm = seqpar.clip_grad_norm_(parallel, MAX_NORM, group=group)
         assert expected > MAX_NORM
