@@ -261,9 +261,9 @@ def _sync(named: Named, ranks: ProcessGroup | None, divisor: float) -> bool:
             by_dtype.setdefault((dtype, p.device), []).append(_local_tensor(p.grad))
     for (dtype, _), gradients in by_dtype.items():  # every rank has the same lists, and makes the same buckets
         for bucket in _buckets(gradients, dtype):
-            flat = all_reduce(_flatten(bucket, dtype), ranks).div_(divisor)
+            flat = all_reduce(_flatten(bucket, dtype), ranks)
             for g, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
-                g.copy_(total.view_as(g))
+                torch.div(total.view_as(g), divisor, out=g)
     return any(dtypes)
 
 
