@@ -20,15 +20,13 @@ from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerpr
 from .kernels import BackendName
 from .masks.mask import Mask, check_rows
 from .placement.layout import Layout, check_lengths
-from .placement.placement import ANY_RANKS
 from .placement.strategies import StrategyName
 from .ranks.mesh import sequence_group
 from .schedule.plan import plan_ahead
 from .sharding.sharding import Sharding, check_sharding, require_layout
 from .sharding.spec import AttentionSpec, attention_spec
-from .strategies import operators
-from .strategies.auto import named
-from .strategies.autograd import any_needs_gradient, gradient_state, join_backward, to_autocast_dtype
+from .strategies.attend import attend
+from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
 from .strategies.seed import draw_seed
 
 if TYPE_CHECKING:
@@ -195,18 +193,13 @@ def attention(
         )
     spec = make_spec()
     q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, tensors)
-    if spec.strategy == "auto":
-        spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     seed = None
     if dropout_seed is not None:
         _check_seed(dropout_seed)
         seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu") if spec.dropout_p else None
-    elif spec.dropout_p:  # only in compiled code, where the operator asks rank 0 for its seed
-        seed, spec = draw_seed(), spec.having(draws_seed=True)
-    if joins_backward and torch.is_grad_enabled():
-        q = join_backward(q, (k, v, sinks, latent_weight), spec, sharding, ANY_RANKS)
-    call = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ANY_RANKS
-    out, lse, *_ = operators.attention(*call)
+    # Without a seed, which is possible in compiled code only, the operator asks rank 0 for one.
+    vectors: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "seed": seed, "latent_weight": latent_weight}
+    out, lse = attend(q, k, v, spec, mask, sharding, **vectors, joins_backward=joins_backward)
     return (out, lse) if return_lse else out
 
 

@@ -32,11 +32,8 @@ from transformers.masking_utils import (
 
 from ..base.checks import check_inputs, no_compile
 from ..masks.mask import LayerMask, Mask, layer_mask
-from ..placement.placement import ANY_RANKS
 from ..sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
-from ..strategies.auto import named
-from ..strategies.autograd import join_backward
-from ..strategies.operators import attention as attention_operator
+from ..strategies.attend import attend
 from .batch import BatchShard
 from .generate import decode
 from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
@@ -110,38 +107,33 @@ def attention_forward(
     query, key, value = _same_dtype(query, key, value)
     weight = None if weight is None else weight.to(query.dtype)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [b, s, h, d], [b, s, n, d] and [b, s, n, e]
-    # The inputs have autocast's dtype already. The kernels' own float32 must stay float32.
-    with torch.autocast(query.device.type, enabled=False):
-        spec = AttentionSpec(
-            strategy=patch.settings.strategy,
-            strategy_options=constants(patch.settings.options),
-            softmax_scale=constant_float(scale),
-            softcap=constant_float(softcap or 0.0),
-            dropout_p=constant_float(dropout),
-            deterministic=patch.settings.deterministic,
-            backend=patch.settings.backend,
-            alibi_slopes=patch.settings.alibi_slopes,
-            layer_mask=in_layer,
-            returns_saved=torch.compiler.is_compiling(),
-        )
-        if isinstance(seqpar, DecodeShard):
-            return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
-        _check_tuning(module, seqpar, name)
-        if seqpar.sharding is None:  # the forward runs without the hooks, as in a pipeline stage
-            patch.place(seqpar)
-        sharding, seed = seqpar.sharding, None
-        assert sharding is not None and seqpar.seed_on_host is not None
-        if dropout:
-            # The odd multiplier spreads the layers' indices over 32 bits.
-            seed = (seqpar.seed_on_host + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62
-        if not torch.compiler.is_compiling() and gathers_shared_keys(module, patch, layer_mask(mask, *in_layer)):
-            spec = spec.having(strategy=REPLICATED)
-            return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
-        spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
-        check_inputs(q, k, v, weight)
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            q = join_backward(q, (k, v, s_aux, weight), spec, sharding)
-        return attention_operator(q, k, v, s_aux, None, seed, weight, spec, mask, sharding, ANY_RANKS)[0], None
+    spec = AttentionSpec(
+        strategy=patch.settings.strategy,
+        strategy_options=constants(patch.settings.options),
+        softmax_scale=constant_float(scale),
+        softcap=constant_float(softcap or 0.0),
+        dropout_p=constant_float(dropout),
+        deterministic=patch.settings.deterministic,
+        backend=patch.settings.backend,
+        alibi_slopes=patch.settings.alibi_slopes,
+        layer_mask=in_layer,
+        returns_saved=torch.compiler.is_compiling(),
+    )
+    if isinstance(seqpar, DecodeShard):
+        return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
+    _check_tuning(module, seqpar, name)
+    if seqpar.sharding is None:  # the forward runs without the hooks, as in a pipeline stage
+        patch.place(seqpar)
+    sharding, seed = seqpar.sharding, None
+    assert sharding is not None and seqpar.seed_on_host is not None
+    if dropout:
+        # The odd multiplier spreads the layers' indices over 32 bits.
+        seed = (seqpar.seed_on_host + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62
+    if not torch.compiler.is_compiling() and gathers_shared_keys(module, patch, layer_mask(mask, *in_layer)):
+        spec = spec.having(strategy=REPLICATED)
+        return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
+    check_inputs(q, k, v, weight)
+    return attend(q, k, v, spec, mask, sharding, sinks=s_aux, seed=seed, latent_weight=weight)[0], None
 
 
 def scale_of(settings: Settings, scaling: float | None, layer: str) -> float | None:

@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..masks.mask import Mask
-from ..placement.placement import ANY_RANKS
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
-from ..strategies.operators import attention as attention_operator
+from ..strategies.attend import attend
 from .state import Patch
 
 _METHOD = "expand_kv"
@@ -139,5 +138,4 @@ def attend_to_shared_keys(
     if gathered is None or gathered[0].dtype != k.dtype:
         gathered = sharding.unshard(k), sharding.unshard(v)  # [b, t, n, d] each
         setattr(shared, _GATHERED, gathered)
-    out: Tensor = attention_operator(q, *gathered, sinks, None, seed, None, spec, mask, sharding, ANY_RANKS)[0]
-    return out
+    return attend(q, *gathered, spec, mask, sharding, sinks=sinks, seed=seed)[0]

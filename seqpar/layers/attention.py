@@ -41,9 +41,9 @@ from ..sharding.functions import layout_of
 from ..sharding.sharding import Sharding, check_sharding, require_layout, resolve_sequence_group
 from ..sharding.spec import AttentionSpec, constants
 from ..strategies import operators
+from ..strategies.attend import attend
 from ..strategies.auto import named
-from ..strategies.autograd import any_needs_gradient, gradient_state, join_backward, with_gradient
-from ..strategies.seed import draw_seed
+from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .arguments import check_heads, check_positions, check_rope
 from .rotary import RotaryEmbedding, rotary_length
@@ -136,7 +136,6 @@ class AttentionLayer(nn.Module):
             backend=backend,
             q_per_kv=num_heads // kv_heads,
             alibi_slopes=check_slopes(alibi_slopes, num_heads),
-            draws_seed=dropout_p > 0,
         )
         self._parallel_context = ParallelContext(mesh, group)
         self.rope = rope
@@ -330,12 +329,8 @@ class AttentionLayer(nn.Module):
         joins_backward: bool,
     ) -> Tensor:
         """Attention of ``q [b, s, h, d]``, ``k [b, s, n, d]`` and ``v [b, s, n, d]``: ``[b, s, h * d]``."""
-        seed = draw_seed() if spec.draws_seed else None
-        sinks = self.local_weight("sinks")
-        if joins_backward:
-            q = join_backward(q, (k, v, sinks), spec, sharding, self._parallel_context)
-        tensors = q, k, v, sinks, None, seed, None
-        out: Tensor = operators.attention(*tensors, spec, mask, sharding, self._parallel_context)[0]
+        ranks, sinks = self._parallel_context, self.local_weight("sinks")
+        out, _ = attend(q, k, v, spec, mask, sharding, ranks, sinks=sinks, joins_backward=joins_backward)
         return out.flatten(2)
 
     def _rotary_length(self, x: Tensor, positions: Tensor | None, sharding: Sharding) -> Tensor | None:
@@ -349,7 +344,7 @@ class AttentionLayer(nn.Module):
         """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto"."""
         spec = self.spec.having(returns_saved=True) if torch.compiler.is_compiling() else self.spec
         if spec.dropout_p and not self.training:
-            spec = spec.having(dropout_p=0.0, draws_seed=False)
+            spec = spec.having(dropout_p=0.0)
         return named(spec, mask, self.num_heads, self.num_kv_heads, sharding)
 
     def mask_planner(self, sharding: Sharding) -> Callable[..., Mask]:

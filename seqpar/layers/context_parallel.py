@@ -144,7 +144,9 @@ class ContextParallelAttention(AttentionLayer):
         chunks = chunks_of(*tokens, x.device)
         x_chunks = chunks.receive_chunks(hidden.detach())
         q = queries()
-        seed = draw_seed() if spec.draws_seed else None
+        seed = None
+        if spec.dropout_p:
+            seed, spec = draw_seed(), spec.having(draws_seed=True)
         constants = x_chunks, chunks, finish, (spec, mask, sharding, ranks)
         out = GatheredAttention.apply(q, hidden, *weights, self.sinks, seed, *constants, *parameters.values())
         return self._output(out.flatten(2), None)

@@ -34,6 +34,8 @@ class Placement:
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards, or None.
         gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
         chunks: with ``gather``, in how many chunks of heads they are received; None decides by their size.
+        algorithm: the name of a value of ``strategies.algorithms.ALGORITHMS``; None is the ring, with an all-to-all
+            around it if ``ulysses`` has several ranks.
         tokens: which positions each rank holds. A strategy's row in ``STRATEGIES`` leaves it to ``Sharding.place``.
         kept: what calls with this placement keep for later calls: the links of its ranks, and its all-to-alls.
     """
@@ -43,6 +45,7 @@ class Placement:
     ulysses: Ranks | None = None
     gather: bool | None = False
     chunks: int | None = None
+    algorithm: str | None = None
     tokens: TokenLayout = _NO_TOKENS
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 

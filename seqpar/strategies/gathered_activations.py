@@ -37,9 +37,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .call import Run
-from .operators import attention_gradients, new_call
-from .ring import ring_forward
+from .operators import attention_gradients, compute, new_call
 from .sequence_chunks import Piece, SequenceChunks
 from .tensor_sequence import all_gather_linear_backward, project
 
@@ -80,11 +78,8 @@ class GatheredAttention(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             k, v = finish(*project(x_chunks, x, (k_weight, v_weight), chunks), *parameters)
             ctx.call = call = new_call(q, k, v, sinks, None, seed, *where)
-            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
-            if call.errors:
-                call.raise_error()
-        ctx.save_for_backward(q, x, k_weight, v_weight, out, lse, *parameters)
+            out, lse, saved = compute(call, q, k, v)
+        ctx.save_for_backward(saved[0], x, k_weight, v_weight, out, lse, *parameters)
         return out
 
     @staticmethod

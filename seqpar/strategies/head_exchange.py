@@ -287,6 +287,19 @@ class HeadExchange:
                 pairs += [(column[tokens], x[rows]) for column, x in by_tensor for tokens, rows in pieces]
         return pairs
 
+    def saved_shapes(
+        self, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int], out_dim: int
+    ) -> list[tuple[int, ...]]:
+        """The shapes of the tensors that ``ulysses_forward`` returns after ``out``, for tensors of these shapes."""
+        batch, tokens = q_shape[0], sum(self.lengths)
+        shapes: list[tuple[int, ...]] = []
+        for chunk in self.chunks:
+            queries, width = len(chunk.heads.queries), len(chunk.heads.queries) * q_shape[3]
+            if chunk.has_kv and not self.shares_kv:
+                width += len(chunk.heads.kv) * (k_shape[3] + v_shape[3])
+            shapes += [(tokens, batch, width), (batch, tokens, queries, out_dim), (batch, queries, tokens)]
+        return shapes
+
     def lse_to_sequence(self, lse: Tensor) -> Tensor:
         """The head shard ``lse [b, h, t]`` as a sequence shard ``[b, h, s]``: an all-to-all with a head_dim of 1."""
         column = lse.transpose(1, 2).unsqueeze(-1)  # [b, t, h, 1]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,12 +34,11 @@ from ..placement.placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
-from .call import AttentionCall, Run
-from .head_exchange import MAX_CHUNKS, HeadExchange, head_exchange, head_exchange_of
+from .algorithm import Shapes
+from .algorithms import algorithm_of
+from .call import AttentionCall
 from .latent import LatentKeys, value_dim
-from .ring import ring_backward, ring_forward
 from .seed import check_seed_is_kept
-from .ulysses import saved_lse, saved_shapes, ulysses_backward, ulysses_forward
 
 
 class _SeedHeader(NamedTuple):
@@ -119,6 +117,20 @@ def new_call(
     return call
 
 
+def compute(
+    call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None = None
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """``out``, ``lse`` and what backward needs, from the call's algorithm. ``call`` is without the latent weight."""
+    if latent_weight is not None:
+        call = replace(call, latent=LatentKeys(latent_weight, q.shape[3] - v.shape[3]))
+    try:
+        with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
+            return algorithm_of(call.placement, call.heads).forward(call, q, k, v)
+    finally:
+        if call.errors:
+            call.raise_error()
+
+
 class _Attention(torch.autograd.Function):
     """``attention`` in eager code, with and without gradients. Differentiable once: the backward communicates.
 
@@ -127,10 +139,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """``out`` and ``lse``. Without ``ctx``, in the body of the operator: the call, these two, and what is saved."""
+        """``out`` and ``lse``, and what else the operator returns where it is called."""
         q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, *where = arguments
         call, shapes = None, (q.shape, k.shape, v.shape)
-        if ctx is not None and (spec.returns_saved or seen_by_dispatch_mode()):
+        if spec.returns_saved or seen_by_dispatch_mode():
             tensors = sinks, alibi_slopes, seed, latent_weight
             with torch._C._AutoDispatchBelowAutograd():
                 results = attention(q, k, v, *tensors, spec.having(returns_saved=True), *where)
@@ -138,26 +150,7 @@ class _Attention(torch.autograd.Function):
             saved = results[2 : len(results) - spec.draws_seed] or (q, k, v, *results[:2])
         else:
             call = new_call(q, k, v, sinks, alibi_slopes, seed, spec, *where)
-            exchange = head_exchange(call.placement, call.heads, q.shape, q.device)
-            latent = None if latent_weight is None else LatentKeys(latent_weight, q.shape[3] - v.shape[3])
-            run_call = call if latent is None else replace(call, latent=latent)
-            try:
-                with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
-                    if exchange is None:
-                        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-                        results = ring_forward(Run(run_call, call.heads, q, k, v), q, k, v)
-                        saved = q, k, v, *results
-                    else:
-                        out_dim = run_call.v_head_dim(v.shape)
-                        out, *saved = ulysses_forward(exchange, partial(Run, run_call), q, k, v, out_dim)
-                        lse = saved[-1].new_empty(0)
-                        results = out, exchange.lse_to_sequence(saved_lse(exchange, saved)) if spec.return_lse else lse
-                        saved += (k, v) if exchange.shares_kv else ()
-            finally:
-                if call.errors:
-                    call.raise_error()
-        if ctx is None:
-            return call, *results, *saved
+            *results, saved = compute(call, q, k, v, latent_weight)
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), shapes, call
         ctx.save_for_backward(sinks, alibi_slopes, seed, latent_weight, *saved)
@@ -188,7 +181,7 @@ def attention_gradients(
     saved: Sequence[Tensor],
     dout: Tensor | None,
     dlse: Tensor | None,
-    shapes: tuple[Sequence[int], Sequence[int], Sequence[int]],
+    shapes: Shapes,
     latent_weight: Tensor | None = None,
     needs_d_weight: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -196,7 +189,7 @@ def attention_gradients(
 
     Args:
         call: the forward's, without the latent weight.
-        saved: q, k, v, out and lse; with an all-to-all as ``ulysses_backward`` takes them.
+        saved: the tensors that the algorithm's forward has returned for backward.
         dout: ``[b, s, h, e]``; None is zeros. Every rank takes part, whether or not its output has a gradient.
         dlse: ``[b, h, s]``; None is zeros.
         shapes: of q, k and v.
@@ -213,20 +206,12 @@ def attention_gradients(
         if needs_d_weight:
             d_weight = torch.zeros_like(latent_weight, dtype=accumulator(latent_weight.dtype))
         call = replace(call, latent=LatentKeys(latent_weight, q_shape[3] - v_shape[3], d_weight))
-    exchange = head_exchange(call.placement, call.heads, q_shape, like.device)
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
     dlse = dlse if call.spec.return_lse else None
     try:
         with torch.autocast(like.device.type, enabled=False):
-            if exchange is None:
-                q, k, v, out, lse = saved
-                run = Run(call, call.heads, q, k, v, lse_gradient=dlse is not None)
-                dq, dk, dv, dsinks = ring_backward(run, dout, dlse, q, k, v, out, lse)
-            else:
-                if call.spec.return_lse:
-                    dlse = exchange.lse_gradient_to_heads(dout, dlse)
-                new_run = partial(Run, call, lse_gradient=dlse is not None)
-                dq, dk, dv, dsinks = ulysses_backward(exchange, new_run, saved, dout, dlse, *shapes)
+            algorithm = algorithm_of(call.placement, call.heads)
+            dq, dk, dv, dsinks = algorithm.backward(call, saved, dout, dlse, shapes)
     finally:
         if call.errors:
             call.raise_error()
@@ -240,13 +225,13 @@ def attention_gradients(
 def _fake_attention(*args: Any) -> list[Tensor]:
     q, k, v, _, _, _, latent_weight, spec, _, sharding, ranks = args
     placement = unwrap(sharding).place(spec, unwrap(ranks))
-    batch, length, heads, _ = q.shape
-    out_dim = value_dim(latent_weight, q.shape, v.shape)
-    kept_dtypes = _kept_dtypes(q, k, placement, spec)
-    in_heads = head_exchange_of(placement, spec.heads(q.shape, k.shape), 1) is not None
-    lse_shape = (0,) if in_heads and not spec.return_lse else (batch, heads, length)
-    results = [q.new_empty(batch, length, heads, out_dim), q.new_empty(lse_shape, dtype=accumulator(q.dtype))]
-    results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in kept_dtypes]
+    heads = spec.heads(q.shape, k.shape)
+    algorithm = algorithm_of(placement, heads)
+    out = q.new_empty(*q.shape[:3], value_dim(latent_weight, q.shape, v.shape))
+    results = [out, q.new_empty(algorithm.lse_shape(spec, q.shape), dtype=accumulator(q.dtype))]
+    if spec.returns_saved:
+        dtypes = algorithm.kept_dtypes(placement, heads, q.dtype)
+        results += [q.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=dtype) for dtype in dtypes]
     if spec.draws_seed:
         check_seed_is_kept()
         results.append(torch.empty((), dtype=torch.int64, device="cpu"))
@@ -279,52 +264,17 @@ def attention(
         ranks: of the call; ``ANY_RANKS`` for the ranks of the sharding.
 
     Returns:
-        ``out [b, s, h, e]``; ``lse [b, h, s]``, which is empty unless ``spec.return_lse`` if the strategy has an
-        all-to-all; the tensors of ``_kept_dtypes``; and with ``spec.draws_seed`` rank 0's seed.
+        ``out [b, s, h, e]``; ``lse [b, h, s]``, which may be empty unless ``spec.return_lse``; with
+        ``spec.returns_saved`` the tensors of ``Algorithm.keep``; and with ``spec.draws_seed`` rank 0's seed.
     """
-    arguments = q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks
-    call, out, lse, *saved = _Attention.forward(None, *arguments)
+    call = new_call(q, k, v, sinks, alibi_slopes, seed, spec, mask, sharding, ranks)
+    out, lse, saved = compute(call, q, k, v, latent_weight)
     results = [out, lse]
-    if spec.returns_saved and (exchange := head_exchange(call.placement, call.heads, q.shape, q.device)) is not None:
-        chunks = 3 * len(exchange.chunks)
-        kept = [*(saved[chunks:] or [q.new_empty(0) for _ in range(2)]), *saved[:chunks]]
-        inputs = {x.data_ptr() for x in (q, k, v)}  # an operator must not return one of its arguments
-        results += [(x.clone() if x.data_ptr() in inputs else x).flatten() for x in kept]
-        dtypes = _kept_dtypes(q, k, call.placement, spec)
-        results += [q.new_empty(0, dtype=dtype) for dtype in dtypes[len(kept) :]]
+    if spec.returns_saved:
+        results += algorithm_of(call.placement, call.heads).keep(call, saved, q, k, v)
     if spec.draws_seed:
         results.append(torch.tensor(call.score.dropout_seed, device="cpu"))
     return [x.contiguous() for x in results]
-
-
-def _kept_dtypes(q: Tensor, k: Tensor, placement: Placement, spec: AttentionSpec) -> list[torch.dtype]:
-    """The dtypes of the tensors that the operator returns for its backward: none for a ring.
-
-    With an all-to-all these are head shards, whose number and sizes depend on the length. They are returned flat, as a
-    fixed number of tensors of any size: k and v, if they are exchanged again in backward, and for each chunk of heads
-    the three of ``ulysses_forward``. The rest is empty.
-
-    As an operator must not return its arguments, sequence shards of k and v are copied, and nothing else is.
-    """
-    exchange = head_exchange_of(placement, spec.heads(q.shape, k.shape), MAX_CHUNKS)
-    if exchange is None or not spec.returns_saved:
-        return []
-    return [q.dtype] * 2 + [q.dtype, q.dtype, accumulator(q.dtype)] * len(exchange.chunks)
-
-
-def _from_kept(
-    kept: Sequence[Tensor],
-    exchange: HeadExchange,
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    v_shape: Sequence[int],
-    out_dim: int,
-) -> list[Tensor]:
-    """The ``saved`` of ``attention_gradients``, from the tensors that the operator has returned."""
-    k, v, *in_heads = kept
-    shapes = saved_shapes(exchange, q_shape, k_shape, v_shape, out_dim)
-    saved = [x.view(shape) for x, shape in zip(in_heads, shapes, strict=False)]
-    return saved + ([k.view(k_shape), v.view(v_shape)] if exchange.shares_kv else [])
 
 
 @operator(
@@ -355,7 +305,7 @@ def attention_backward(
     Returns ``dq, dk, dv``, then ``dsinks`` if there are sinks, then the gradient of ``latent_weight`` if it is needed.
 
     Args:
-        saved: q, k, v, out and lse, or with an all-to-all the tensors of ``_kept_dtypes``.
+        saved: the tensors of ``Algorithm.keep``; q, k, v, out and lse if there are none.
         dout, dlse: ``[b, s, h, e]`` and ``[b, h, s]``; None is zeros.
         q_shape, k_shape, v_shape: the shapes of q, k and v.
         sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks: the forward's.
@@ -365,12 +315,9 @@ def attention_backward(
     heads = spec.heads(q_shape, k_shape)
     device, dropout_seed = saved[0].device, 0 if seed is None else int(seed.item())
     call = make_call(q_shape[3], heads, sinks, alibi_slopes, dropout_seed, mask, placement, spec, device)
-    exchange = head_exchange(call.placement, call.heads, q_shape, device)
-    saved = [x.contiguous() for x in saved]
-    if exchange is not None:
-        out_dim = value_dim(latent_weight, q_shape, v_shape)
-        saved = _from_kept(saved, exchange, q_shape, k_shape, v_shape, out_dim)
-    shapes = q_shape, k_shape, v_shape
+    shapes, saved = (q_shape, k_shape, v_shape), [x.contiguous() for x in saved]
+    out_dim = value_dim(latent_weight, q_shape, v_shape)
+    saved = algorithm_of(placement, heads).restore(call, saved, shapes, out_dim)
     gradients = attention_gradients(call, saved, dout, dlse, shapes, latent_weight, needs_d_weight)
     return [x.contiguous() for x in gradients if x is not None]
 

@@ -44,7 +44,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ..kernels.base import accumulator
@@ -165,23 +164,3 @@ def _finish(outgoing: list[list[Incoming]], keep: int) -> None:
     while len(outgoing) > keep:
         for sent in outgoing.pop(0):
             sent.wait()
-
-
-def saved_shapes(
-    exchange: HeadExchange, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int], out_dim: int
-) -> list[tuple[int, ...]]:
-    """The shapes of the tensors that ``ulysses_forward`` returns after ``out``, for tensors of these shapes."""
-    batch, tokens = q_shape[0], sum(exchange.lengths)
-    shapes: list[tuple[int, ...]] = []
-    for chunk in exchange.chunks:
-        queries, width = len(chunk.heads.queries), len(chunk.heads.queries) * q_shape[3]
-        if chunk.has_kv and not exchange.shares_kv:
-            width += len(chunk.heads.kv) * (k_shape[3] + v_shape[3])
-        shapes += [(tokens, batch, width), (batch, tokens, queries, out_dim), (batch, queries, tokens)]
-    return shapes
-
-
-def saved_lse(exchange: HeadExchange, saved: Sequence[Tensor]) -> Tensor:
-    """The log-sum-exp of all heads of this rank, ``[b, h, t]``, from the tensors that ``ulysses_forward`` saved."""
-    by_chunk = saved[2 : 3 * len(exchange.chunks) : 3]
-    return by_chunk[0] if len(by_chunk) == 1 else torch.cat(list(by_chunk), 1)

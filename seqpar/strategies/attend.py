@@ -1,0 +1,49 @@
+"""The one entrance to attention of sequence shards: for ``seqpar.attention``, layers, Hugging Face and caches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..masks.mask import Mask
+from ..placement.placement import ANY_RANKS, ParallelContext
+from ..sharding.sharding import Sharding
+from ..sharding.spec import AttentionSpec
+from . import operators
+from .auto import named
+from .autograd import join_backward
+from .seed import draw_seed
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext = ANY_RANKS,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    seed: Tensor | None = None,
+    latent_weight: Tensor | None = None,
+    joins_backward: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Attention of tensors that have been checked: ``out [b, s, h, e]`` and the operator's ``lse``.
+
+    Args:
+        q, k, v, sinks, alibi_slopes, latent_weight, spec, mask, sharding, ranks: see ``operators.attention``. The
+            strategy of ``spec`` may be "auto".
+        seed: of dropout, int64 ``[]`` on the host, the same on every rank. Without it all ranks take one that rank 0
+            draws.
+        joins_backward: False if no rank's inputs require gradients. Otherwise this rank takes part in the backward.
+    """
+    spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
+    if spec.dropout_p and seed is None:
+        seed, spec = draw_seed(), spec.having(draws_seed=True)
+    if joins_backward and torch.is_grad_enabled():
+        q = join_backward(q, (k, v, sinks, latent_weight), spec, sharding, ranks)
+    tensors = q, k, v, sinks, alibi_slopes, seed, latent_weight
+    out, lse, *_ = operators.attention(*tensors, spec, mask, sharding, ranks)
+    return out, lse
