@@ -176,36 +176,47 @@ class AttentionPlan:
             return None
 
         def make() -> KeyIntervals:
-            lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(device))  # [b, q_len]
-            q_positions = k_positions = lo
-            if positions:
-                q_positions, k_positions = self._queries.tensor(device).int(), keys.positions(device).int()
             plan = ref(self)  # a cached value must not keep the plan alive
             on_host = partial(_intervals_on_host, plan, index)
-            return KeyIntervals(lo, hi, q_positions, k_positions, made_on_host=on_host)
+            return replace(self._intervals(self.rank, keys, device, positions), made_on_host=on_host)
 
         return cached_tensors((self._token, index, positions), device, make, self)
 
-    def _global_intervals(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The first and one past the last visible position of each local query, ``[b, q_len]``. Cached."""
+    def between(
+        self, query_rank: int, key_rank: int, device: torch.device, positions: bool = False
+    ) -> KeyIntervals | None:
+        """Which keys of ``key_rank`` each query of ``query_rank`` sees; None if one of the ranks has no tokens."""
+        shard = self.sharding.ring_positions(key_rank)
+        if not len(shard) or not len(self.sharding.ring_positions(query_rank)):
+            return None
+        return self._intervals(query_rank, ShardRows(shard, RowSpans(((0, len(shard)),))), device, positions)
+
+    def _intervals(
+        self, query_rank: int, keys: ShardRows | GatheredRows, device: torch.device, positions: bool
+    ) -> KeyIntervals:
+        lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(query_rank, device))  # [b, q_len]
+        q_positions = k_positions = lo
+        if positions:
+            q_positions = self.sharding.ring_positions(query_rank).tensor(device).int()
+            k_positions = keys.positions(device).int()
+        return KeyIntervals(lo, hi, q_positions, k_positions)
+
+    def _global_intervals(self, query_rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The first and one past the last visible position of each query of a rank, ``[b, q_len]``. Cached."""
 
         def make() -> tuple[Tensor, Tensor]:
-            queries = self._queries.tensor(device)
+            queries = self.sharding.ring_positions(query_rank).tensor(device)
             rows = [runs.at(queries) for runs in self._runs]
             seq_len = self.sharding.seq_len
             dtype = torch.int32 if seq_len < _INT32 else torch.int64
             lo, hi = (torch.stack(ends).clamp_(max=seq_len).to(dtype) for ends in zip(*rows, strict=True))
             return lo, hi
 
-        return cached_tensors((self._token, "global"), device, make, self)
-
-    @property
-    def _queries(self) -> Positions:
-        return self.sharding.ring_positions(self.rank)
+        return cached_tensors((self._token, "global", query_rank), device, make, self)
 
     @cached_property
     def _has_queries(self) -> bool:
-        return len(self._queries) > 0
+        return len(self.sharding.ring_positions(self.rank)) > 0
 
     def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
         if query_rank not in self._ranges:
@@ -265,7 +276,8 @@ class AttentionPlan:
         return 0, index - inter_host_steps
 
     def _local_step(self) -> Step:
-        shard = self.sharding.together().ring_positions(0) if self.sharding.replicated else self._queries
+        tokens = self.sharding.together() if self.sharding.replicated else self.sharding
+        shard = tokens.ring_positions(0 if self.sharding.replicated else self.rank)
         rows = rows_in(self._visible(self.rank), shard)
         everything = RowSpans(((0, len(shard)),))
         return Step(0, ShardRows(shard, everything) if len(rows) else None)
@@ -306,7 +318,8 @@ class AttentionPlan:
         if not self.gather or not shards:
             return shards[0] if shards else None
         ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
-        return GatheredRows(ranges, ShardRows(self._queries, rows_in(ranges, self._queries)), shards)
+        own = self.sharding.ring_positions(self.rank)
+        return GatheredRows(ranges, ShardRows(own, rows_in(ranges, own)), shards)
 
     def _inter_host(self, distance: int) -> Hop:
         """The hop that brings rows of the host at a distance; in an all-gather, of all hosts. Planned once."""
