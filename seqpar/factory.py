@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
-
-import torch
-from torch import Tensor
-from torch.distributed import DeviceMesh, ProcessGroup
+from collections.abc import Callable
+from inspect import Signature, signature
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, Protocol, overload
 
 from .base.checks import check_choice
-from .kernels import BackendName
 from .layers.attention import AttentionLayer
 from .layers.context_parallel import ContextParallelAttention
 from .layers.named import AutoAttention, HybridAttention, LocalAttention, RingAttention, UlyssesAttention
-from .layers.rotary import RotaryEmbedding
-from .placement.layout import Layout
-from .placement.strategies import StrategyName, StrategyOptions
-from .strategies.gathered_activations import Gather
-from .strategies.sequence_chunks import Overlap
+from .placement.strategies import StrategyName
+
+LayerName = StrategyName | Literal["tp_sp"]
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import ParamSpec
 
-    class LayerOptions(StrategyOptions, total=False):
-        """The options of all layers."""
+    P = ParamSpec("P")
 
-        gather: Gather
-        """context_parallel with "all_gather": what ranks receive, "kv" or "activations"."""
-        overlap: Overlap
-        """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
-        context: StrategyName | None
-        """tp_sp: the strategy of attention over the mesh's ring and ulysses dimensions."""
+    class LayerFactory(Protocol[P]):
+        """A function with the arguments ``P`` of a layer after the name of the strategy."""
+
+        @overload
+        def __call__(self, strategy: LayerName, /, *args: P.args, **arguments: P.kwargs) -> AttentionLayer: ...
+        @overload
+        def __call__(self, *, strategy: LayerName, **arguments: Any) -> AttentionLayer: ...
 
 
 # To add a layer, add its class here. That of "tp_sp" is imported when one is made.
@@ -48,31 +42,20 @@ LAYERS: dict[str, Callable[..., AttentionLayer]] = {
 }
 
 
-def ParallelAttention(  # noqa: N802 (reads as the class whose instances it makes)
-    strategy: StrategyName | Literal["tp_sp"],
-    hidden_size: int,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    *,
-    mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | None = None,
-    bias: bool = False,
-    out_bias: bool | None = None,
-    qk_norm: bool = False,
-    rope: RotaryEmbedding | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: bool = False,
-    alibi_slopes: Tensor | Sequence[float] | None = None,
-    dropout_p: float = 0.0,
-    deterministic: bool = False,
-    backend: BackendName = "auto",
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-    **strategy_options: Unpack[LayerOptions],
-) -> AttentionLayer:
+def _arguments_of(init: Callable[Concatenate[Any, P], None]) -> Callable[[Callable[..., Any]], LayerFactory[P]]:
+    """A decorator: the function takes the arguments of ``init``, with ``strategy`` in place of ``self``."""
+
+    def decorate(function: Any) -> Any:
+        strategy, *_ = signature(function).parameters.values()
+        _, *others = signature(init).parameters.values()
+        function.__signature__ = Signature([strategy, *others], return_annotation="AttentionLayer")
+        return function
+
+    return decorate
+
+
+@_arguments_of(AttentionLayer.__init__)
+def ParallelAttention(strategy: LayerName, *args: Any, **arguments: Any) -> AttentionLayer:  # noqa: N802 (as a class)
     """An attention layer whose sequence is sharded by ``strategy``.
 
     ``layer(x_local, mask=seqpar.Mask.causal(), sharding=sharding)`` maps ``x_local [batch, seq, hidden]`` to the same
@@ -123,26 +106,4 @@ def ParallelAttention(  # noqa: N802 (reads as the class whose instances it make
         from .megatron import MegatronAttention as layer_class  # noqa: N813
     else:
         layer_class = LAYERS[strategy]
-    return layer_class(
-        hidden_size,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        mesh=mesh,
-        group=group,
-        layout=layout,
-        bias=bias,
-        out_bias=out_bias,
-        qk_norm=qk_norm,
-        rope=rope,
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p,
-        deterministic=deterministic,
-        backend=backend,
-        device=device,
-        dtype=dtype,
-        **strategy_options,
-    )
+    return layer_class(*args, **arguments)

@@ -51,7 +51,20 @@ from .rotary import RotaryEmbedding, rotary_length
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..placement.strategies import StrategyOptions
+    from ..placement.strategies import StrategyName, StrategyOptions
+    from ..strategies.gathered_activations import Gather
+    from ..strategies.sequence_chunks import Overlap
+
+    class LayerOptions(StrategyOptions, total=False):
+        """The options of all layers."""
+
+        gather: Gather
+        """context_parallel with "all_gather": what ranks receive, "kv" or "activations"."""
+        overlap: Overlap
+        """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
+        context: StrategyName | None
+        """tp_sp: the strategy of attention over the mesh's ring and ulysses dimensions."""
+
 
 NORM_EPS = 1e-6  # Qwen 3's and Gemma 3's
 
@@ -105,7 +118,7 @@ class AttentionLayer(nn.Module):
         backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        **strategy_options: Unpack[StrategyOptions],
+        **strategy_options: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         kv_heads, head_dim = check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
