@@ -89,8 +89,36 @@ class AttentionLayer(nn.Module):
     strategy therefore loads under every other. ``seqpar.sync_gradients`` averages the gradients of the weights after
     ``backward``.
 
-    The subclasses document the options of their strategies, and ``ParallelAttention`` all other arguments. The
-    constants of attention are in ``spec``, an ``AttentionSpec``.
+    The constants of attention are in ``spec``, an ``AttentionSpec``. The subclasses document the options of their
+    strategies: ``comm``, ``gather`` and ``chunks`` (context_parallel), ``ulysses_size`` (context_parallel and hybrid),
+    ``overlap`` and ``context`` (tp_sp).
+
+    Args:
+        hidden_size: width of the hidden states.
+        num_heads: query heads.
+        num_kv_heads: KV heads, a divisor of ``num_heads``; by default ``num_heads`` (multi-head attention).
+        head_dim: by default ``hidden_size // num_heads``.
+        mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
+        group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the ranks of the
+            ``sharding`` that the layer is called with, or the default group. "tp_sp" does not take the sharding's
+            ranks, because its weights are sharded when the layer is made.
+        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
+            ``sharding`` that the layer is called with. Over several ranks one of the two must be given, except for
+            "tp_sp" over the tensor-parallel ranks alone, whose layout is then "contiguous".
+        bias: whether the q, k and v projections have biases (Qwen 2).
+        out_bias: whether the output projection has a bias; the same as ``bias`` by default.
+        qk_norm: RMS-normalise each head of q and k before the rotary embedding (Qwen 3, Gemma 3).
+        rope: a ``seqpar.RotaryEmbedding``, or None. Layers may share one.
+        softmax_scale: a factor on the scores, ``head_dim ** -0.5`` by default.
+        softcap: scores become ``softcap * tanh(score / softcap)``; 0 is none (Gemma 2).
+        sinks: whether each head has a learned logit in the denominator of the softmax, initially 0 (gpt-oss).
+        alibi_slopes: ``[num_heads]``, a tensor or numbers. ``slope * |i - j|`` is subtracted from the scores, for
+            global positions ``i`` and ``j`` (Press et al., 2021). They are constants, which checkpoints do not hold.
+        dropout_p: the probability of dropping an attention weight, in training mode only.
+        deterministic: use only kernels whose gradients have the same bits in every run. They are slower.
+        backend: "auto" or one of ``seqpar.backends()``.
+        device: the device of the weights.
+        dtype: the dtype of the weights.
     """
 
     strategy: ClassVar[str]
