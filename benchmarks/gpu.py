@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py --out DIR             # checks, then measures; writes DIR/gpu-<name>.json and .md
     python benchmarks/gpu.py --part hops --out DIR # one part: checks, kernels, hops, tiles or peers
+    python benchmarks/gpu.py --resume DIR/gpu-<name>.json --out DIR  # what an earlier run has not ended
     python benchmarks/gpu.py --smoke               # tiny shapes in Triton's interpreter, without a GPU and figures
 
 It needs PyTorch, Triton, numpy and einops. seqpar need not be installed.
@@ -50,6 +51,11 @@ RESULTS = Path(__file__).parent / "results"
 PARTS = ("checks", "kernels", "hops", "tiles", "peers")
 _IMPORTS = 90.0  # seconds that the first imports on a machine may take
 _MOST_PROCESSES = 8  # of one task
+# Kernels and head_dims whose tiles are measured.
+TILED = (
+    *(("backward", 128), ("forward", 128), ("backward", 64), ("forward", 64)),
+    *(("dkdv", 128), ("dq", 128), ("forward", 256)),
+)
 
 
 @dataclass(frozen=True)
@@ -267,7 +273,7 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
         name = f"{tokens} tokens, head_dim {head_dim}, heads {heads}/{kv_heads}, causal={causal}"
         seconds = 10 + (tokens / 16384) ** 2 * (1 if causal else 2)
         shape = tokens, head_dim, heads, kv_heads, causal
-        return Task("kernels", name, seconds, "measure_speed", (False, backends, *shape, tokens == 16384))
+        return Task("kernels", name, seconds, "measure_speed", (False, every, *shape, tokens == 16384))
 
     def hops(strategy: str, tokens: int, head_dim: int) -> Task:
         name, seconds = f"{strategy} at {tokens} tokens, head_dim {head_dim}", 10 + 12 * (tokens / 65536) ** 2
@@ -295,18 +301,14 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
     for kernel in ("forward", "backward"):
         yield contact(kernel, "triton", "float32", 64, 1, 4, 4)
 
-    # What decides the order of "auto".
-    yield speed(16384, 128, 16, 16, True)
-    yield hops("ring", 65536, 128)
-    yield speed(16384, 128, 16, 16, False)
-    yield carry(8192, 4096)
-    yield carry(4096, 8192)
-    yield from (hops(strategy, 65536, 128) for strategy in ("all-gather", "ulysses"))
-    yield from (hops("ring", tokens, 128) for tokens in (16384, 131072))
-    yield from (hops("ring", 65536, head_dim) for head_dim in (64, 256))
+    yield Task("kernels", "ceiling", 8, "measure_ceiling", (False,))
 
-    for kernel, head_dim in (("forward", 128), ("backward", 128), ("forward", 64), ("backward", 64), ("forward", 256)):
-        yield Task("tiles", f"tiles of {kernel}, head_dim {head_dim}", 20, "measure_tiles", (False, kernel, head_dim))
+    # What the planner needs, and what decides the order of "auto".
+    for heads, causal in (((128, 16, 16), True), ((64, 32, 32), True), ((128, 32, 8), True), ((128, 16, 16), False)):
+        yield speed(16384, *heads, causal)
+    yield hops("ring", 65536, 128)
+    for gather in (False, True):
+        yield Task("checks", f"messages on streams, gather={gather}", 8, "check_transfers", (False, "triton", gather))
 
     dims = {"bfloat16": (128, 64, 40, 256), "float16": (128, 64), "float32": (64,)}
     for dtype, head_dims in dims.items():
@@ -318,18 +320,28 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
     for name in every:
         yield Task("checks", f"strides, {name}", 10, "check_strides", (False, name), alone=False)
         yield Task("checks", f"two streams, {name}", 10, "check_streams", (False, name), alone=False)
+
+    yield carry(8192, 4096)
+    yield carry(4096, 8192)
+    for kernel, head_dim in TILED:
+        yield Task("tiles", f"tiles of {kernel}, head_dim {head_dim}", 20, "measure_tiles", (False, kernel, head_dim))
+    for tokens in (8192, 32768):
+        yield from (speed(tokens, *shape, True) for shape in ((128, 16, 16), (64, 32, 32)))
+    yield speed(16384, 256, 16, 8, True)
+    yield from (hops(strategy, 65536, 128) for strategy in ("all-gather", "ulysses"))
+    yield hops("ring", 16384, 128)
+    yield from (hops("ring", 65536, head_dim) for head_dim in (64, 256))
+    yield Task("kernels", "kernels that move bytes", 6, "measure_elementwise", (False,))
     for name in every:
         yield Task("checks", f"more than 2^31 elements, {name}", 15, "check_large", (False, name), limit=90)
 
-    yield from (speed(16384, *shape, True) for shape in ((128, 32, 8), (64, 32, 32), (256, 16, 8)))
-    yield Task("kernels", "kernels that move bytes", 6, "measure_elementwise", (False,))
     for tokens in (8192, 32768):
         yield from (hops(strategy, tokens, 128) for strategy in ("ring", "all-gather", "ulysses"))
     yield from (carry(*sizes) for sizes in ((16384, 8192), (8192, 16384)))
-    for tokens in (32768, 8192, 4096, 65536, 2048):
+    for tokens in (4096, 65536, 2048):
         yield from (speed(tokens, *shape, True) for shape in ((128, 16, 16), (64, 32, 32)))
     for strategy in ("all-gather", "ulysses", "ring"):
-        for tokens in (16384, 65536, 131072, 8192, 32768):
+        for tokens in (16384, 65536, 8192, 32768, 131072):
             yield from (hops(strategy, tokens, head_dim) for head_dim in (128, 64, 256))
 
     # What takes long to start, and may disturb what runs after it.
@@ -352,11 +364,13 @@ def _smoke_tasks(backends: Sequence[str]) -> Iterator[Task]:
         *(("checks", "check_values", (name, "float16", 32)) for name in backends),
         *(("checks", function, ("triton",)) for function in ("check_strides", "check_streams", "check_large")),
         ("checks", "check_gemms", ()),
-        ("kernels", "measure_speed", (backends, 64, 64, 2, 1, True, True)),
+        *(("checks", "check_transfers", ("reference", gather)) for gather in (False, True)),
+        ("kernels", "measure_ceiling", ()),
+        ("kernels", "measure_speed", ([*backends, "triton deterministic"], 64, 64, 2, 1, True, True)),
         ("kernels", "measure_carry", (64, 32)),
         ("kernels", "measure_elementwise", ()),
         *(("hops", "measure_hops", (backends, s, 64, 32)) for s in ("ring", "all-gather", "ulysses")),
-        *(("tiles", "measure_tiles", (kernel, 32)) for kernel in ("forward", "backward")),
+        *(("tiles", "measure_tiles", (kernel, 32)) for kernel in ("forward", "backward", "dkdv", "dq")),
     ]
     for part, function, arguments in calls:
         yield Task(part, " ".join(map(str, (function, *arguments))), 1, function, (True, *arguments), limit=120)
@@ -369,10 +383,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="only the tasks whose names contain this text")
     parser.add_argument("--seconds", type=float, default=440.0, help="what has not ended by then is left out")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON and Markdown")
+    parser.add_argument(
+        "--resume", type=Path, metavar="REPORT", help="a JSON report: leave out what it has, and add to it"
+    )
     arguments = parser.parse_args(argv)
     smoke, parts = arguments.smoke, arguments.part or PARTS
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
-    report = Report()
+    report = Report() if arguments.resume is None else Report.read(arguments.resume)
+    before = dict(report.environment)
     suffix = "".join(f"-{part}" for part in arguments.part or ())
     worker = [sys.executable, str(Path(__file__).with_name("gpu_worker.py"))]
     jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -390,8 +408,13 @@ def main(argv: list[str] | None = None) -> int:
         runner.run([Task("", "environment", 0, "describe", (smoke,))])
         if not report.environment:
             return 2  # the reason has been printed
+        if changed := {x for x in before if before[x] != report.environment.get(x)}:
+            print(f"--resume {arguments.resume}: it is of another machine or another version: {', '.join(changed)}")
+            return 2
         every = tasks(smoke, report.environment["backends"], [tool] if tool else [])
-        runner.run([task for task in every if task.part in parts and arguments.only in task.name])
+        done = {task["name"] for task in report.tasks}
+        wanted = (task for task in every if task.part in parts and arguments.only in task.name)
+        runner.run([task for task in wanted if task.name not in done])
     if not smoke:
         print(markdown(report))
     checks, failed = report.of("check"), report.failed()

@@ -245,7 +245,10 @@ def check_large(rows: Rows, smoke: bool, name: str) -> None:
     heads, head_dim, window = (2, 32, 8) if smoke else (64, 128, 128)
     length = 64 if smoke else 2**31 // (heads * head_dim) + 512
     dtype = torch.float32 if smoke else torch.bfloat16
-    needed = 0 if smoke else length * heads * head_dim * (5 * 2 + 5 * 4)
+    # Bytes of an element: inputs and output in bfloat16, and five float32 tensors. A library also returns gradients in
+    # bfloat16, and flash accumulates dq in float32.
+    per_element = 5 * 2 + 5 * 4 + (3 * 2 + 4 if isinstance(backend, LibraryBackend) else 0)
+    needed = 0 if smoke else length * heads * head_dim * per_element
     if not smoke and needed > (free := torch.cuda.mem_get_info()[0]):
         rows.add("skipped", what, why=f"{needed >> 30} GiB of GPU memory, and {free >> 30} are free")
         return

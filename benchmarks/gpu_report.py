@@ -84,14 +84,22 @@ class Report:
 
     Attributes:
         environment: GPU and versions.
-        rows: the rows of all tasks. Their kinds: check, speed, hops, carry, tiles, elementwise, sanitizer; failure for
-            what raised or ended its process; skipped.
+        rows: the rows of all tasks. Their kinds: check, ceiling, speed, hops, carry, tiles, elementwise, sanitizer;
+            failure for what raised or ended its process; skipped.
         tasks: for each task, the seconds it took and how its processes ended.
     """
 
     environment: Row = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     tasks: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """The report in a JSON file, with the tasks that have ended and their rows."""
+        stored = json.loads(path.read_text())
+        tasks = [task for task in stored["tasks"] if task["ends"][-1:] == ["ended"] and task["name"] != "environment"]
+        names = {task["name"] for task in tasks}
+        return cls(stored["environment"], [row for row in stored["rows"] if row["task"] in names], tasks)
 
     def of(self, kind: str) -> list[Row]:
         return [row for row in self.rows if row["kind"] == kind]
@@ -108,6 +116,30 @@ class Report:
             partial_file = folder / f"{stem}{ending}.partial"
             partial_file.write_text(text)
             partial_file.replace(folder / f"{stem}{ending}")
+
+
+# Predicted TFLOP/s of the Triton kernels on an H100 SXM, from the instructions of their loops: by head_dim and tokens
+# forward full, forward causal, backward full, backward causal.
+PREDICTED = {
+    (128, 8192): (455, 395, 440, 360),
+    (128, 16384): (470, 430, 455, 400),
+    (128, 32768): (485, 460, 465, 440),
+    (64, 8192): (375, 320, 340, 285),
+    (64, 16384): (385, 350, 355, 320),
+    (64, 32768): (395, 375, 370, 350),
+    (256, 16384): (380, 350, 170, 160),
+}
+PREDICTED_DETERMINISTIC = {(128, 16384): (270, 245)}  # backward full, backward causal
+
+
+def predicted(row: Row, direction: str, name: str) -> float | None:
+    """The predicted TFLOP/s of a row, on GPUs with sm_90 only."""
+    shape, causal = (row["head_dim"], row["tokens"]), int(row["causal"])
+    if name == "triton deterministic":
+        pair = PREDICTED_DETERMINISTIC.get(shape)
+        return pair[causal] if pair and direction == "backward" else None
+    four = PREDICTED.get(shape)
+    return four[causal + 2 * (direction == "backward")] if four and name == "triton" else None
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -143,6 +175,8 @@ def markdown(report: Report) -> str:
     for row in failed:
         why = row.get("error") or ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
         lines += [f"* FAILED: {row['task']}: {row['what']}: " + why.replace("\n", "\n  ")]
+    cells = [[r["what"], f"{r['figure']:.0f}", r["unit"], r["gpu"]] for r in report.of("ceiling")]
+    lines += ["## Ceiling", "", *_table(["what", "figure", "unit", "clock, clock limit, power, limit, degrees"], cells)]
     shape = ["tokens", "batch", "head_dim", "heads", "mask"]
     speed = sorted(report.of("speed"), key=lambda r: (r["head_dim"], r["heads"] != r["kv_heads"], r["tokens"]))
     for direction in ("forward", "backward"):
@@ -156,6 +190,14 @@ def markdown(report: Report) -> str:
             cells.append([*_shape(row), *(_figure(rates, n, 0) for n in names), of_cudnn, best])
         lines += [f"## TFLOP/s {direction}, bfloat16, single calls", ""]
         lines += _table([*shape, *names, "triton of cuDNN", "auto of best"], cells)
+        of = [
+            (row, name, row[direction][name], predicted(row, direction, name))
+            for row in speed
+            for name in row[direction]
+        ]
+        cells = [[*_shape(row), name, f"{rate:.0f}", f"{p:.0f}", f"{rate / p:.2f}"] for row, name, rate, p in of if p]
+        lines += [f"## {direction.capitalize()} beside its prediction for an H100", ""]
+        lines += _table([*shape, "kernel", "TFLOP/s", "predicted", "ratio"], cells)
         for title, which, digits in (("TFLOP/s {}, back to back for half a second", "sustained", 0),
                                      ("Microseconds of the host, {}", "host_us", 0),
                                      ("Seconds of the first call, {}", "first_s", 1)):  # fmt: skip

@@ -10,7 +10,9 @@ Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from gpu_checks import DEVICE, INTERPRETED, backend_of, calls_by_backend, key_intervals, normal, synchronize
+from gpu_checks import DEVICE, INTERPRETED, LIMIT, backend_of, calls_by_backend, key_intervals, normal, synchronize
 from gpu_report import Rows
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -145,7 +147,8 @@ class Work:
             carry = backend.forward(self.q, k, v, intervals, self.score, carry, last)
         return carry
 
-    def backward(self, backend: Backend) -> None:
+    def backward(self, backend: Backend) -> list[Tensor]:
+        """dq, and dk and dv of the last step."""
         row_sums = row_delta(self.out, self.dout, None) if backend.reads_delta else None
         output = OutputGrad(self.dout, self.out, self.lse, row_sums)
         dq = torch.empty_like(self.q, dtype=torch.float32)
@@ -153,6 +156,7 @@ class Work:
             dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (k, v))
             grads = Grads(dq, dk, dv, new_dq=step == 0, new_dkv=True)
             backend.backward(self.q, k, v, output, intervals, self.score, grads)
+        return [dq, dk, dv]
 
     def of_rank(self, strategy: str, ranks: int, rank: int, mask: Mask) -> Work:
         """The part of one rank: "ring" and "all-gather" in the zigzag layout, or "ulysses"."""
@@ -247,6 +251,46 @@ def flex(work: Work, causal: bool) -> dict[str, Call]:
     return {"FlexAttention": (partial(compiled, q, k, v, block_mask=mask), inputs)}
 
 
+def check_agreement(rows: Rows, label: str, results: dict[str, Any]) -> None:
+    """Compare the results of all calls with those of the first one, by norm: tensors, or lists of tensors."""
+    first: list[Tensor] = []
+    for name, result in results.items():
+        found = [x for x in (result if isinstance(result, list | tuple) else [result]) if x.dim() == 4]
+        first = first or found
+        # PyTorch's own kernels have the heads before the tokens.
+        found = [x if x.shape == y.shape else x.transpose(1, 2) for x, y in zip(found, first, strict=True)]
+        errors = {
+            str(i): float((x.float() - y.float()).norm() / y.float().norm())
+            for i, (x, y) in enumerate(zip(found, first, strict=True))
+        }
+        passed = all(error < LIMIT[DTYPE] for error in errors.values())
+        rows.add("check", f"{name}, beside the first, {label}", errors=errors, ran={}, passed=passed)
+
+
+def measure_ceiling(rows: Rows, smoke: bool) -> None:
+    """What the GPU can do: a large matrix product and a copy, single and back to back, with its clock and power."""
+    size = 64 if smoke else 8192
+    x, y = (normal(size, size, dtype=DTYPE) for _ in range(2))
+    out = torch.empty_like(x)
+    thunks: dict[str, Thunk] = {"matrix product": lambda: torch.mm(x, y, out=out), "copy": lambda: out.copy_(x)}
+    amount = {"matrix product": (2 * size**3 / 1e9, "TFLOP/s"), "copy": (2 * x.nbytes / 1e6, "GB/s")}
+    times = interleaved(working(rows, thunks)[0], 1 if smoke else 20)
+    for name, t in times.items():
+        steady, (work, unit) = sustained_ms(thunks[name], t.ms), amount[name]
+        for how, ms in (("single", t.ms), ("back to back", steady)):
+            rows.add("ceiling", f"{name}, {how}", figure=work / ms, unit=unit, gpu=gpu_state())
+
+
+def gpu_state() -> str:
+    """The clock of the SMs, its limit, the power, its limit and the temperature now."""
+    command = shutil.which("nvidia-smi")
+    if command is None or DEVICE.type != "cuda":
+        return ""
+    query = "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu"
+    done = subprocess.run([command, query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20)
+    return done.stdout.strip().split("\n")[0]
+
+
 def measure_speed(
     rows: Rows,
     smoke: bool,
@@ -268,7 +312,9 @@ def measure_speed(
     back: dict[str, Thunk] = {}
     found = supporting(rows, backends, work, label)
     for name, backend in found.items():
-        go[name], back[name] = partial(work.forward, backend), partial(work.backward, backend)
+        back[name] = partial(work.backward, backend)
+        if name != "triton deterministic":  # whose forward is the same
+            go[name] = partial(work.forward, backend)
     grad = work.dout.transpose(1, 2)
     for name, (run, inputs) in (others(work) if others else calls(work, causal)).items():
         if (result := rows.attempt(f"{name}, recorded", run)) is not None:
@@ -283,6 +329,7 @@ def measure_speed(
         with torch.no_grad() if direction == "forward" else contextlib.nullcontext():
             named = {f"{direction} of {name}": thunk for name, thunk in thunks.items()}
             ready, first_s = working(rows, named)
+            check_agreement(rows, label, {name: thunk() for name, thunk in ready.items()})
             rounds = 1 if smoke else 12 if length <= 16384 else 5
             times = rows.attempt(f"rounds of {direction}", partial(interleaved, ready, rounds)) or {}
             steady = {n: sustained_ms(ready[n], t.ms) for n, t in times.items()} if sustain else {}
@@ -363,16 +410,18 @@ def measure_carry(rows: Rows, smoke: bool, queries: int, keys: int) -> None:
 # Tiles beside the table's that compile without spills: some leave room for two programs on a processor, which overlap
 # each other, and others have a deeper pipeline.
 _TILES = {
-    ("forward", 128): ("128x64w8s3t", "64x64w4s3t", "64x64w4s2t", "64x128w4s2t"),
+    ("forward", 128): ("128x64w8s3t", "128x64w8s2t", "64x64w4s3t", "64x64w4s2t", "64x128w4s2t"),
     ("backward", 128): ("64x128w8s3t", "64x64w4s2t", "64x64w4s1t", "64x64w8s2t"),
     ("forward", 64): ("64x64w4s3t", "64x128w4s2t", "64x128w4s3t", "128x64w4s4t", "128x128w8s2t"),
-    ("backward", 64): ("64x128w8s2t", "64x128w8s3t", "64x64w4s2t", "128x128w8s1t"),
+    ("backward", 64): ("64x128w8s2t", "64x128w8s3t", "64x64w4s2t", "64x64w4s1t", "128x128w8s1t"),
+    ("dkdv", 128): ("64x64w4s2t", "64x64w4s1t"),
+    ("dq", 128): ("64x64w4s2t", "64x64w4s1t"),
     ("forward", 256): ("64x32w4s2t", "128x32w8s3t"),
 }
 
 
 def measure_tiles(rows: Rows, smoke: bool, kernel: str, head_dim: int) -> None:
-    """TFLOP/s of a Triton kernel with different tiles, the table's first."""
+    """TFLOP/s of a Triton kernel with different tiles, the table's first. "dkdv" and "dq" are timed together."""
     length, heads = (64, 1) if smoke else (16384, 16)
     work = random_work(rows, ["triton"], 1, length, heads, heads, head_dim, Mask.causal())
     ((k, v, intervals),) = work.steps
@@ -387,7 +436,11 @@ def measure_tiles(rows: Rows, smoke: bool, kernel: str, head_dim: int) -> None:
             continue
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (work.q, k, v)]
         inputs = work.dout, work.q, k, v, work.lse, row_sums, intervals, work.score, *grads
-        thunks[name] = partial(attention_backward, *inputs, new_dkv=True, config=config)
+        options: dict[str, Any] = {
+            "dq_config" if kernel == "dq" else "config": config,
+            "deterministic": kernel != "backward",
+        }
+        thunks[name] = partial(attention_backward, *inputs, new_dkv=True, **options)
     ready, first_s = working(rows, thunks)
     times = rows.attempt("rounds", partial(interleaved, ready, 1 if smoke else 12)) or {}
     synchronize()

@@ -22,7 +22,7 @@ def main(path: str) -> None:
     from gpu_checks import synchronize
     from gpu_report import Rows, causes
 
-    modules = [importlib.import_module(name) for name in ("gpu_checks", "gpu_speed")]
+    modules = [importlib.import_module(name) for name in ("gpu_checks", "gpu_speed", "gpu_transfers")]
     line = sys.stdin.readline()
     if not line:
         return  # no task is left

@@ -254,12 +254,63 @@ def test_what_matters_most_comes_first(gpu: ModuleType) -> None:
     assert len(set(names)) == len(names) and {task.part for task in tasks} == set(gpu.PARTS)
     important = {"16384 tokens, head_dim 128, heads 16/16, causal=True", "ring at 65536 tokens, head_dim 128"}
     last = max(names.index(name) for name in important)
-    assert sum(task.seconds for task in tasks[: last + 1] if task.alone) < 60
+    assert sum(task.seconds for task in tasks[: last + 1] if task.alone) < 90
+    measured = next(task for task in tasks if task.function == "measure_speed")
+    assert "triton deterministic" in measured.arguments[1]
     assert [task.function for task in tasks[-4:]] == ["measure_flex", "measure_flex", "two_shapes", "two_shapes"]
     assert all(dict(task.environment) == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} for task in tasks[-2:])
     hops = {tuple(task.arguments[2:]) for task in tasks if task.part == "hops"}
     lengths, head_dims = (8192, 16384, 32768, 65536, 131072), (64, 128, 256)
     assert hops == {(s, n, d) for s in ("ring", "all-gather", "ulysses") for n in lengths for d in head_dims}
+
+
+def test_a_report_is_resumed(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What has ended is left out, what was killed is done again, and the new report has both."""
+    machine = {"gpu": "NVIDIA H100", "torch": "2.13", "backends": ["triton"]}
+    every = gpu.tasks(smoke=False, backends=["triton"])
+    done, killed = every[0].name, every[1].name
+    old = [{"kind": "check", "task": name, "what": name, "passed": True, "errors": {}} for name in (done, killed)]
+    ends = [{"name": done, "seconds": 1, "ends": ["ended"]}, {"name": killed, "seconds": 1, "ends": ["killed"]}]
+    (tmp_path / "report.json").write_text(json.dumps({"environment": machine, "rows": old, "tasks": ends}))
+    asked: list[str] = []
+
+    class Runner:
+        def __init__(self, worker: Any, report: Any, *_: Any) -> None:
+            self.report = report
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def run(self, tasks: Any) -> None:
+            if tasks[0].name == "environment":
+                self.report.environment = machine
+            else:
+                asked.extend(task.name for task in tasks)
+
+    monkeypatch.setattr(gpu, "Runner", Runner)
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    arguments = ["--resume", str(tmp_path / "report.json"), "--out", str(tmp_path)]
+    assert gpu.main(arguments) == 0
+    assert done not in asked and killed in asked and len(asked) >= len(every) - 1
+    assert "checks: 1 passed" in capsys.readouterr().out
+    machine = {**machine, "torch": "2.14"}
+    assert gpu.main(arguments) == 2
+    assert "another machine or another version: torch" in capsys.readouterr().out
+
+
+def test_a_figure_is_beside_its_prediction(gpu: ModuleType) -> None:
+    rates = {"triton": 440.0, "triton deterministic": 250.0}
+    row = {"kind": "speed", "what": "w", "task": "t", "tokens": 16384, "batch": 1, "head_dim": 128, "heads": 16}
+    row |= {"kv_heads": 16, "causal": True, "auto": "triton", "forward": {"triton": 430.0}, "backward": rates}
+    row |= {f"{d}_{x}": {} for d in ("forward", "backward") for x in ("ran", "sustained", "host_us", "first_s")}
+    row |= {"forward_not_queued": [], "backward_not_queued": []}
+    text = gpu.markdown(gpu.Report({"gpu": "NVIDIA H100"}, [row]))
+    assert "| 16384 | 1 | 128 | 16/16 | causal | triton | 440 | 400 | 1.10 |" in text
+    assert "| 16384 | 1 | 128 | 16/16 | causal | triton deterministic | 250 | 245 | 1.02 |" in text
 
 
 def test_the_measured_tiles_are_candidates_for_tuning(

@@ -545,7 +545,7 @@ def test_compiling_raises_in_the_interpreter() -> None:
 def test_the_gpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every function, in this process. ``test_gpu_benchmark.py`` tests the processes."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    gpu, *modules = (importlib.import_module(name) for name in ("gpu", "gpu_checks", "gpu_speed"))
+    gpu, *modules = (importlib.import_module(name) for name in ("gpu", "gpu_checks", "gpu_speed", "gpu_transfers"))
     path, report = tmp_path / "rows.jsonl", gpu.Report({"gpu": "a CPU"})
     with stand_ins():
         for task in gpu.tasks(True, ["triton", "cudnn"]):
@@ -554,7 +554,7 @@ def test_the_gpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     report.rows = [{"task": "", **json.loads(line)} for line in path.read_text().splitlines()]
     assert not report.failed(), report.failed()
     assert {row["why"] for row in report.of("skipped")} == {"no softcap"}
-    kinds = {"begin", "check", "skipped", "speed", "hops", "carry", "tiles", "elementwise"}
+    kinds = {"begin", "check", "skipped", "ceiling", "speed", "hops", "carry", "tiles", "elementwise"}
     assert {row["kind"] for row in report.rows} == kinds
     ran = {row["strategy"]: row["ran"] for row in report.of("hops")}
     assert ran["ring"] == {"triton": {"triton": 2}, "cudnn": {"cudnn": 2}}
