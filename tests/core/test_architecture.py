@@ -84,6 +84,15 @@ def test_the_root_has_few_modules() -> None:
     }
 
 
+def test_there_is_one_entrance_to_attention() -> None:
+    """One module calls the operator, and the operators name no algorithm."""
+    importers = {name for name, others in graph().items() if "seqpar.strategies.operators" in others}
+    calling = {name for name in importers if "operators.attention(" in modules()[name].read_text()}
+    assert calling == {"seqpar.strategies.attend"}
+    used = graph()["seqpar.strategies.operators"]
+    assert not used & {f"seqpar.strategies.{name}" for name in ("ring", "ulysses", "head_exchange")}
+
+
 def test_no_module_bears_the_name_of_a_function_beside_it() -> None:
     """``import seqpar.x.y`` and ``from seqpar.x import y`` must mean the same: the module."""
     clashes = []
