@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +34,7 @@ from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
 from tools.compiled import StubDriver
 
+ROOT = Path(__file__).parents[2]
 LENGTH, HEADS, KV_HEADS = 128, 2, 1
 TILES, SCORE = Config(16, 32, 4, 1), Score(0.1)
 
@@ -251,6 +256,23 @@ def test_elementwise_launches_are_not_bound_again(launches: Launches) -> None:
         first, second, third = launches.take()
         assert launches.bound - before == 1
         assert second[:4] == third[:4] == first[:4] and len(second) == len(first)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
+def test_a_driver_gets_the_arguments(tmp_path: Path) -> None:
+    """Triton's own launcher, with a driver that records: every parameter and descriptor of every shape of call."""
+    source, include = (
+        Path(__file__).with_name("recording_driver.c"),
+        Path(triton.__file__).parent / "backends/nvidia/include",
+    )
+    options = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{include}"]
+    subprocess.run(["gcc", *options, "-o", tmp_path / "libcuda.so.1", source], check=True, timeout=60)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "TRITON_LIBCUDA_PATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.kernels.real_launcher"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "deterministic: 3 launches" in done.stdout
 
 
 def test_remembered_results_die_with_their_tensors() -> None:
