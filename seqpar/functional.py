@@ -135,7 +135,7 @@ def attention(
         v: ``[batch, seq, kv_heads, v_head_dim]``, of the same tokens. ``v_head_dim`` may differ from ``head_dim``, as
             in latent attention (DeepSeek). Messages are not padded then.
         strategy: "local", "ring", "ulysses", "context_parallel", "hybrid" or "auto". "auto" takes the one that should
-            be the fastest by a rule over the mask, the heads, the layout and the hosts (``seqpar.planner.rules``).
+            be the fastest by a rule over the mask, the heads, the layout and the hosts (``seqpar.strategies.auto``).
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -61,6 +62,7 @@ class Resources:
         occupancy: blocks that run on one processor at a time, by registers, shared memory and warps.
         products: products of tiles in its code.
         synchronous: products among them that warps wait for at once though the hardware has asynchronous ones (wgmma).
+        serialized: the number of ptxas's message that it makes products wait for one another, such as "C7513"; or "".
         reloaded: tiles that go from shared memory through registers into such a product, which could read them there.
         tensor_columns: columns of tensor memory (sm_100), of 512.
         loops: for each innermost loop with products, in the order of the code, how often one iteration waits for
@@ -74,6 +76,7 @@ class Resources:
     occupancy: int = 0
     products: int = 0
     synchronous: int = 0
+    serialized: str = ""
     reloaded: int = 0
     tensor_columns: int = 0
     loops: tuple[tuple[int, ...], ...] = ()
@@ -168,6 +171,7 @@ def resources(compiled: Any, target: str) -> Resources:
         occupancy=_occupancy(measured, compiled.metadata.num_warps, target),
         products=len(asynchronous) + len(products),
         synchronous=sum("isAsync = true" not in product for product in asynchronous),
+        serialized=_serialized(compiled.asm["ptx"]) if asynchronous else "",
         reloaded=len(tiles) if asynchronous else 0,
         tensor_columns=getattr(compiled.metadata, "tmem_size", None) or 0,
     )
@@ -250,6 +254,26 @@ def _loops(code: str) -> tuple[tuple[int, ...], ...]:
         tuple(sum(bool(re.search(what, text)) for at, text in found if first <= at <= last) for what in _COSTS)
         for first, last in sorted(loops)
     )
+
+
+def _serialized(ptx: str) -> str:
+    architecture = re.search(r"^\.target sm_(\d+)\w*", ptx, re.MULTILINE)
+    assert architecture is not None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        ptxas = get_ptxas(int(architecture[1])).path
+        command = [
+            ptxas,
+            "-v",
+            f"--gpu-name={architecture[0][8:]}",
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
+        output = subprocess.run(command, check=True, capture_output=True, text=True)
+    message = re.search(r"C75\d\d", output.stdout + output.stderr)
+    return "" if message is None else message[0]
 
 
 def _hip_resources(compiled: Any) -> Resources:

@@ -110,6 +110,10 @@ def _accumulate(dk, dk_tail, dv, keys, queries, score, softmax_scale, C: tl.cons
     # disable_licm: values that are the same for all tiles are computed again for each, because they would not fit into
     # the registers. (Not for tf32x3, where splitting k and v into two halves again would take too long.)
     AGAIN: tl.constexpr = C.PRECISION != "tf32x3"
+    # The exponentials run while dP is multiplied. With dropout, or without dq, the registers do not suffice for it.
+    EARLY: tl.constexpr = WITH_DQ and not C.DROPOUT
+    # ptxas makes dkdv wait for each product if dv comes before ds. At head_dims 192 and 128 it does not, and spills.
+    LATE: tl.constexpr = not C.DROPOUT and (WITH_DQ or C.D == C.DV)
     CV: tl.constexpr = C.values
     CT: tl.constexpr = C.tail
     for q_start in tl.range(queries.begin // C.BLOCK_M * C.BLOCK_M, queries.end, C.BLOCK_M, disable_licm=AGAIN):
@@ -119,23 +123,30 @@ def _accumulate(dk, dk_tail, dv, keys, queries, score, softmax_scale, C: tl.cons
         i = load_positions(queries.POSITIONS, row, queries.Q.length, C)
         q_tail = stream_rows(queries.Q_TAIL, q_start, CT, C.BLOCK_M, True) if C.TAIL else q  # [BLOCK_M, TAIL]
         qk = products(keys.k, keys.k_tail, q, q_tail, C)  # [BLOCK_N, BLOCK_M]
+        if EARLY:
+            dout = stream_rows(queries.DOUT, q_start, CV, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_DV]
+            dp = tl.dot(keys.v, tl.trans(dout), input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
         p, chain = _probabilities(qk, lse[None, :], i[None, :], keys.j[:, None], score, C)
         # A branch in one loop needs fewer registers than separate loops for masked and unmasked tiles.
         if (q_start < queries.inner_begin) | (q_start + C.BLOCK_M > queries.inner_end):
             lo, hi = tl.load(queries.LO + row), tl.load(queries.HI + row)
             p = tl.where((keys.column[:, None] >= lo[None, :]) & (keys.column[:, None] < hi[None, :]), p, 0.0)
-        dout = stream_rows(queries.DOUT, q_start, CV, C.BLOCK_M, True)  # [BLOCK_M, BLOCK_DV]
-        dp = tl.dot(keys.v, tl.trans(dout), input_precision=C.PRECISION)  # [BLOCK_N, BLOCK_M]
+        if not EARLY:
+            dout = stream_rows(queries.DOUT, q_start, CV, C.BLOCK_M, True)
+            dp = tl.dot(keys.v, tl.trans(dout), input_precision=C.PRECISION)
         if C.DROPOUT:
             keep = dropout_keep(score, i[None, :], keys.j[:, None])
             dropped = tl.where(keep, p * score.keep_scale, 0.0)
             dp = tl.where(keep, dp * score.keep_scale, 0.0)
         else:
             dropped = p
-        dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
+        if not LATE:
+            dv = tl.dot(dropped.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
         # delta is loaded only here, because it would occupy registers during the products above.
         delta = stream_line(queries.DELTA, q_start, C, C.BLOCK_M)
         ds = (p * (dp - delta[None, :]) * chain).to(q.dtype)
+        if LATE:
+            dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision=C.PRECISION)
         dk = tl.dot(ds, q, dk, input_precision=C.PRECISION)
         if C.TAIL:
             dk_tail = tl.dot(ds, q_tail, dk_tail, input_precision=C.PRECISION)
