@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
+from seqpar.comm.communicator import existing_communicators
 from seqpar.comm.shared_memory import VARIABLE
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -75,11 +76,12 @@ class Pool:
     Args:
         ranks: the number of processes.
         deadline_s: how many seconds ``run`` waits for the results.
+        worlds: the numbers of ranks, below ``ranks``, that ``run`` can call a function on.
     """
 
-    def __init__(self, ranks: int = 8, deadline_s: float = 60.0) -> None:
+    def __init__(self, ranks: int = 8, deadline_s: float = 60.0, worlds: Sequence[int] = WORLDS) -> None:
         self.ranks = ranks
-        self.worlds = (*(world for world in WORLDS if world < ranks), ranks)
+        self.worlds = (*(world for world in worlds if world < ranks), ranks)
         self.deadline_s = deadline_s
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -99,7 +101,7 @@ class Pool:
         """Call ``body(group, *args, **kwargs)`` on ranks ``0..world-1`` and return the results by rank.
 
         Args:
-            world: one of ``WORLDS``, less than the pool's ranks, or all of these.
+            world: one of ``worlds``, less than the pool's ranks, or all of these.
             body: a top-level function that the workers can import, marked ``@on_ranks``. ``group`` is the process
                 group of those ranks.
             args, kwargs: further arguments of ``body``.
@@ -215,8 +217,8 @@ class OwnPool:
         port: the port of a store for new default groups.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.pool = Pool(ranks)
+    def __init__(self, ranks: int, worlds: Sequence[int] = WORLDS) -> None:
+        self.pool = Pool(ranks, worlds=worlds)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.port = self._store.port
 
@@ -229,14 +231,45 @@ def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) 
         name: a name that no other group of this store has.
         rank: the rank of this process in the new group.
         world: the number of ranks.
-        timeout_s: how many seconds an operation of the new group may take.
+        timeout_s: how many seconds an operation of the new group may take, once the group has been made.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
     store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     assert dist.group.WORLD is not None
+    limit_waits(timeout_s)
     return dist.group.WORLD
+
+
+def limit_waits(timeout_s: float) -> None:
+    """Let operations of the default group and of the communicators take so many seconds. The groups exist by now."""
+    for group in (dist.group.WORLD, *existing_communicators()):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def at_once(
+    world: int, calls: Sequence[Callable[[ProcessGroup], Result]], shared_memory: bool = False
+) -> list[list[Result]]:
+    """Make several calls at the same time, each on ``world`` ranks of its own, because most of them wait.
+
+    Returns:
+        The results of each call by rank.
+    """
+    own = OwnPool(world * len(calls), worlds=())
+    try:
+        results = own.pool.run(
+            own.pool.ranks, _one_of, own.port, world, calls, shared_memory=shared_memory, deadline_s=_START_DEADLINE_S
+        )
+    finally:
+        own.pool.close()
+    return [results[i : i + world] for i in range(0, len(results), world)]
+
+
+@on_ranks
+def _one_of(group: ProcessGroup, port: int, world: int, calls: Sequence[Callable[[ProcessGroup], Result]]) -> Result:
+    number, rank = divmod(group.rank(), world)
+    return calls[number](start(port, str(number), rank, world))
 
 
 @cache

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqpar.kernels import BACKENDS
+
 from .reference import (
     Rule,
     Rules,
@@ -122,6 +124,11 @@ def solve(problem: Problem) -> dict[str, Tensor]:
         dropout_p=problem.dropout_p,
         keep=keep,
     )
+
+
+def present_backends() -> list[str]:
+    """The names of the registered backends that can run on this machine, in the order of ``BACKENDS``."""
+    return [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
 
 
 # Every kind of mask, and combinations, for about 50 tokens. ``Rule.fitted`` adapts the documents to another length.

@@ -112,6 +112,7 @@ class SharedMemoryTransport:
         self._header = -(-8 * len(files) // 64) * 64  # bytes of a block before its tensor
         self._address = torch.frombuffer(self._file, dtype=torch.uint8, count=1).data_ptr() + self._header
         self._blocks: dict[int, _Block] = {}  # by start
+        self._of_size: dict[int, dict[int, _Block]] = {}  # by bytes, then by start, the least recently used first
         self._end = _SMALLEST_BLOCK  # of the last block
         # Messages of other ranks in whose memory tensors of this rank are: their storages, and the message's word.
         self._aliases: list[tuple[StorageWeakRef, int, int]] = []
@@ -216,11 +217,13 @@ class SharedMemoryTransport:
         """A free block of at least ``nbytes`` bytes."""
         size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         self._release_aliases()
-        free = [block for block in self._blocks.values() if self._is_free(block)]
-        for block in free:
-            if block.nbytes == size:
+        of_size = self._of_size.setdefault(size, {})
+        for block in of_size.values():  # the first one is free unless it is held for long
+            if self._is_free(block):
+                of_size[block.start] = of_size.pop(block.start)
                 block.has_memory = True
                 return block
+        free = [block for block in self._blocks.values() if self._is_free(block)]
         spare = sum(block.nbytes for block in free if block.has_memory)
         used = sum(block.nbytes for block in self._blocks.values() if block.has_memory) - spare + size
         for block in free:
@@ -231,7 +234,7 @@ class SharedMemoryTransport:
                 spare -= block.nbytes
         if self._end + size > len(self._file):
             raise RuntimeError(f"attention's messages take more than {len(self._file):,} bytes of shared memory")
-        block = self._blocks[self._end] = _Block(self._end, size)
+        block = self._blocks[self._end] = of_size[self._end] = _Block(self._end, size)
         self._end += size
         return block
 

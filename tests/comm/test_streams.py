@@ -151,6 +151,14 @@ def test_new_masks_need_no_new_memory(strategy: str) -> None:
     assert allocated[0] and len(set(allocated[1:])) == 1, allocated
 
 
+def test_an_all_gather_has_the_keys_of_two_chunks() -> None:
+    """Of eight chunks, forward and backward: the messages of a chunk use the memory of the chunk two before."""
+    with one_rank(WORLD) as simulator:
+        attend(simulator, layers=1, mask="documents", strategy="context_parallel", chunks=8)
+        chunk = 2 * 16 * WORLD * 4 * 4 * 2  # bytes of k and v [tokens, 4 of 32 heads, head_dim 4] in bfloat16
+        assert simulator.allocated["messages"] == 2 * chunk
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "mask", "per_host"), CASES)
 def test_memory_is_used_in_order(strategy: str, mask: str, per_host: int) -> None:

@@ -6,11 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,7 +20,7 @@ from seqpar.comm import collectives, handshake
 from seqpar.comm.communicator import communicator
 from seqpar.ranks.mesh import Ranks
 
-from ..pool import OwnPool, Pool, on_ranks, start
+from ..pool import OwnPool, Pool, at_once, limit_waits, on_ranks, start
 from ..strategy_cases import STRATEGIES
 
 TIMEOUT_S = 1.5
@@ -36,15 +36,6 @@ def error_of(call: Callable[[], Any]) -> tuple[str, str, float]:
     return "nothing", "", time.monotonic() - began
 
 
-def stay_for_the_others(port: int, name: str, group: ProcessGroup, absent: list[int]) -> None:
-    """Keep the ``absent`` ranks alive until the other ranks have called this function after their wait."""
-    store = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
-    if group.rank() not in absent:
-        store.set(str(group.rank()), "")
-    else:
-        store.wait([str(rank) for rank in range(group.size()) if rank not in absent], timedelta(seconds=25))
-
-
 def attend(**arguments: Any) -> None:
     x = torch.zeros(1, 8, 4, 16)  # [b, s, h, d]
     seqpar.attention(x, x, x, **{"layout": "contiguous", **arguments})
@@ -53,10 +44,11 @@ def attend(**arguments: Any) -> None:
 @on_ranks
 def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[str, str, float]:
     """Rank 1 passes both a mesh and a group."""
-    world = start(port, f"both {others_give}", group.rank(), group.size(), TIMEOUT_S)
+    world = start(port, f"both {others_give}", group.rank(), group.size())
     mesh = seqpar.init_mesh(ring=-1, device_type="cpu")
     given: dict[str, Any] = {"mesh": mesh, "group": world}
     attend(group=world)
+    limit_waits(TIMEOUT_S)
     return error_of(lambda: attend(**(given if world.rank() == 1 else {others_give: given[others_give]})))
 
 
@@ -71,9 +63,8 @@ def test_one_rank_gives_mesh_and_group(own: OwnPool, others_give: str) -> None:
 
 
 @on_ranks
-def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: bool) -> tuple[str, str, float]:
+def one_rank_raises_before(world: ProcessGroup, name: str, ready: bool) -> tuple[str, str, float]:
     """Rank 1 raises an error in a constructor, and makes none of the calls that the other ranks make."""
-    world = start(port, f"{name} {ready}", group.rank(), group.size(), TIMEOUT_S)
     x = torch.zeros(1, 8, 64)  # [b, s, hidden]
     ring, tp_sp = (seqpar.ParallelAttention(s, 64, 4, group=world, layout="contiguous") for s in ("ring", "tp_sp"))
     calls: dict[str, Callable[[], Any]] = {
@@ -87,49 +78,54 @@ def one_rank_raises_before(group: ProcessGroup, port: int, name: str, ready: boo
     }
     if ready:  # as in a later step: the communicators exist
         calls[name]()
+    limit_waits(TIMEOUT_S)
     bad: dict[bool, Callable[[], Any]] = {
         True: lambda: seqpar.init_mesh(ring=5, device_type="cpu"),
         False: lambda: Mask.documents([3, 1]),
     }
-    result = error_of(bad[name == "init_mesh"] if world.rank() == 1 else calls[name])
-    stay_for_the_others(port, f"{name} {ready} ended", group, [1])
-    return result
-
-
-# Calls, and whether it is a later one. Every case waits for the timeout; `make test-fast` runs two of them.
-WAITS = [(name, False) for name in ("handshake", "ring", "layer", "tp_sp", "init_mesh")]
-WAITS += [(name, True) for name in ("handshake", "ring", "ulysses", "layer with a length", "init_mesh")]
-FAST = ("handshake", False), ("ring", True)
-
-
-@pytest.mark.parametrize(
-    ("name", "ready"), [pytest.param(*case, marks=() if case in FAST else pytest.mark.slow) for case in WAITS]
-)
-def test_one_rank_raises_in_a_constructor(own: OwnPool, name: str, ready: bool) -> None:
-    results = own.pool.run(3, one_rank_raises_before, own.port, name, ready, deadline_s=40)
-    kind, message, _ = results.pop(1)
-    assert kind == "ValueError", message
-    names_it = not ready or name in ("handshake", "init_mesh")
-    for kind, message, _ in results:
-        assert kind == "RuntimeError" and "look for an earlier error" in message, message
-        assert not names_it or "rank(s) [1]" in message, message
+    return error_of(bad[name == "init_mesh"] if world.rank() == 1 else calls[name])
 
 
 @on_ranks
-def different_calls(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+def different_calls(world: ProcessGroup) -> tuple[str, str, float]:
     """Rank 1 makes another call than the others."""
-    world = start(port, "different calls", group.rank(), group.size(), 4.0)
     sharding = seqpar.Sharding(8 * world.size(), "contiguous", group=world)
     attend(group=world)
+    limit_waits(TIMEOUT_S)
     if world.rank() == 1:
         return error_of(lambda: attend(group=world))
     return error_of(lambda: sharding.unshard(torch.zeros(1, 8)))
 
 
-@pytest.mark.slow
-def test_ranks_make_different_calls(own: OwnPool) -> None:
-    results = own.pool.run(3, different_calls, own.port, deadline_s=40)
-    for rank, (kind, message, _) in enumerate(results):
+# The calls of ``one_rank_raises_before``, and whether it is a later one.
+RAISES = [(name, False) for name in ("handshake", "ring", "layer", "tp_sp", "init_mesh")]
+RAISES += [(name, True) for name in ("handshake", "ring", "ulysses", "layer with a length", "init_mesh")]
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[Any, list[tuple[str, str, float]]]:
+    """The errors of the ranks in each case. Every case waits for the timeout, so they wait at the same time."""
+    calls: dict[Any, Callable[[ProcessGroup], tuple[str, str, float]]] = {
+        (name, ready): partial(one_rank_raises_before, name=name, ready=ready) for name, ready in RAISES
+    }
+    calls |= {"different calls": different_calls, "between GPUs": wait_between_gpus}
+    return dict(zip(calls, at_once(3, [*calls.values()]), strict=True))
+
+
+@pytest.mark.parametrize(("name", "ready"), RAISES)
+def test_one_rank_raises_in_a_constructor(
+    errors: dict[Any, list[tuple[str, str, float]]], name: str, ready: bool
+) -> None:
+    for rank, (kind, message, _) in enumerate(errors[name, ready]):
+        if rank == 1:
+            assert kind == "ValueError", message
+            continue
+        assert kind == "RuntimeError" and "look for an earlier error" in message, message
+        assert "rank(s) [1]" in message or (ready and name not in ("handshake", "init_mesh")), message
+
+
+def test_ranks_make_different_calls(errors: dict[Any, list[tuple[str, str, float]]]) -> None:
+    for rank, (kind, message, _) in enumerate(errors["different calls"]):
         here, others = "unshard", "rank 1 in handshake"
         if rank == 1:
             here, others = "handshake", "rank 0 in unshard, rank 2 in unshard"
@@ -312,24 +308,21 @@ def test_a_handshake_between_gpus_does_not_wait_for_the_computation(pool: Pool) 
 
 
 @on_ranks
-def wait_between_gpus(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+def wait_between_gpus(world: ProcessGroup) -> tuple[str, str, float]:
     """Rank 1 does not take part in the second handshake."""
-    world = start(port, "between GPUs", group.rank(), group.size(), TIMEOUT_S)
     with pytest.MonkeyPatch.context() as patch:
         FakeCuda(patch)
         attend(group=world)
-        result = "nothing", "", 0.0
-        if world.rank() == 0:
-            FakeCuda(patch, late=True)
-            patch.setattr(handshake, "all_gather_single", lambda *_, **__: None)  # NCCL: it returns at once
-            result = error_of(lambda: attend(group=world))
-        stay_for_the_others(port, "between GPUs ended", group, [1])
-        return result
+        limit_waits(TIMEOUT_S)
+        if world.rank() == 1:
+            return "nothing", "", 0.0
+        FakeCuda(patch, late=True)
+        patch.setattr(handshake, "all_gather_single", lambda *_, **__: None)  # NCCL: it returns at once
+        return error_of(lambda: attend(group=world))
 
 
-@pytest.mark.slow
-def test_a_rank_is_missing_in_a_handshake_between_gpus(own: OwnPool) -> None:
-    kind, message, _ = own.pool.run(2, wait_between_gpus, own.port, deadline_s=30)[0]
+def test_a_rank_is_missing_in_a_handshake_between_gpus(errors: dict[Any, list[tuple[str, str, float]]]) -> None:
+    kind, message, _ = errors["between GPUs"][0]
     assert kind == "RuntimeError" and "handshake: rank(s) [1] of the job did not arrive" in message, message
 
 

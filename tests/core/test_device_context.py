@@ -14,6 +14,7 @@ from seqpar import Mask
 
 from ..models import full
 from ..pool import Pool, on_ranks
+from ..problems import present_backends
 from ..strategy_cases import LAYER_STRATEGIES
 
 MASK = Mask.documents([0, 5, 31, 38]) & Mask.sliding_window(20, 3)
@@ -63,7 +64,7 @@ def layer_under_default(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", present_backends())
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_the_default_device_does_not_matter(pool: Pool, strategy: str, backend: str) -> None:
     compare(pool, strategy, backend, torch.device("meta"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
+
+from ..pool import OwnPool, on_ranks, start
 
 PACKAGE = Path(seqpar.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "architecture.md").read_text()
@@ -27,6 +31,9 @@ MOST_CALLS = {
     "seqpar.ulysses_attention(q, k, v)": 127,
     'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 329,
 }
+
+
+MOST_CALLS_IN_SHARED_MEMORY = 640
 
 
 def stops(heading: str) -> list[str]:
@@ -72,17 +79,20 @@ def profile(call: Callable[[], Any]) -> tuple[int, list[str], list[str]]:
     return len(calls), calls, to_backend
 
 
+def layer_on_two_ranks() -> Callable[[], Any]:
+    """A call of a tensor-parallel layer on the two ranks of the default group."""
+    mesh = seqpar.init_mesh(tp=2, device_type="cpu")
+    sharding = seqpar.Sharding(64, mesh=mesh, strategy="tp_sp")
+    layer = seqpar.ParallelAttention("tp_sp", hidden_size=32, num_heads=4, mesh=mesh, rope=seqpar.RotaryEmbedding(8))
+    x = torch.randn(1, 32, 32)  # [b, s, hidden]
+    return lambda: layer(x, sharding=sharding)
+
+
 @pytest.mark.parametrize("heading", MOST_CALLS)
 def test_tables_list_the_path(heading: str) -> None:
     with two_ranks(), torch.no_grad():
         if "ParallelAttention" in heading:
-            mesh = seqpar.init_mesh(tp=2, device_type="cpu")
-            sharding = seqpar.Sharding(64, mesh=mesh, strategy="tp_sp")
-            layer: Any = seqpar.ParallelAttention(
-                "tp_sp", hidden_size=32, num_heads=4, mesh=mesh, rope=seqpar.RotaryEmbedding(8)
-            )
-            x = torch.randn(1, 32, 32)
-            number, calls, _ = profile(lambda: layer(x, sharding=sharding))
+            number, calls, _ = profile(layer_on_two_ranks())
             order = [calls.index(stop) for stop in stops(heading)]
             assert order == sorted(order)
         else:
@@ -91,3 +101,16 @@ def test_tables_list_the_path(heading: str) -> None:
             number, _, path = profile(lambda: seqpar.attention(q, q, q, strategy=name, sharding=sharding))
             assert path == stops(heading)
     assert number <= MOST_CALLS[heading]
+
+
+@on_ranks
+def calls_in_shared_memory(group: ProcessGroup, port: int) -> Counter[str]:
+    start(port, "path", group.rank(), 2)
+    with torch.no_grad():
+        return Counter(profile(layer_on_two_ranks())[1])
+
+
+def test_the_path_stays_short_in_shared_memory(own: OwnPool) -> None:
+    """16 messages to the other rank, in shared memory: so many more functions, whatever the number of its blocks is."""
+    for calls in own.pool.run(2, calls_in_shared_memory, own.port, shared_memory=True):
+        assert calls.total() <= MOST_CALLS_IN_SHARED_MEMORY, calls.most_common(12)

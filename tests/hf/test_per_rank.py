@@ -27,7 +27,7 @@ from seqpar.hf.accelerate import _needs_per_rank_batches
 from seqpar.hf.logits import MissingLogits
 
 from ..live_bytes import LiveBytes
-from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
+from ..pool import OwnPool, Pool, limit_waits, mesh_of, on_ranks, start
 from .test_accelerate import torchrun
 from .test_compose import fsdp1, fsdp1_gradients, shard_fully
 from .workers import PARALLELIZE, Result, check, gradients, make_batch, tiny
@@ -252,10 +252,11 @@ def test_refused_calls(pool: Pool) -> None:
 @on_ranks
 def called_less(group: ProcessGroup, port: int) -> str:
     """The error if rank 1 calls the model once and rank 0 calls it twice."""
-    group = start(port, "calls", group.rank(), group.size(), timeout_s=4.0)
+    group = start(port, "calls", group.rank(), group.size())
     model = seqpar.hf.parallelize(tiny("llama"), batches="per_rank")
     with torch.no_grad():
         model(**batch_of(group.rank(), "right"))
+        limit_waits(1.5)
         try:
             if group.rank() == 0:
                 model(**batch_of(0, "right"))

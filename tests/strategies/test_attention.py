@@ -30,7 +30,7 @@ from seqpar.strategies import call, head_exchange, transport
 from ..cases import Batch
 from ..hosts import hosts_of
 from ..pool import Pool, mesh_of, on_ranks
-from ..problems import BATCH_RULES, HEADS, RULES, Problem, random_problem, solve
+from ..problems import BATCH_RULES, HEADS, RULES, Problem, present_backends, random_problem, solve
 from ..reference import Rule, Rules, difference, rank_positions, rows_of, rules_id
 from ..strategy_cases import STRATEGIES, WORLDS
 
@@ -218,7 +218,7 @@ def test_local(batch: Batch) -> None:
     [*zip([*RULES, *BATCH_RULES], cycle((None, 8, None, 24)), strict=False)],
     ids=lambda x: rules_id(x) if isinstance(x, tuple) else f"v{x}",
 )
-@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("backend", present_backends())
 def test_backends_on_long_sequences(rules: Rules, v_head_dim: int | None, backend: str) -> None:
     """Long enough for full, causal and masked tiles in one call."""
     longer = tuple(times(rule, 11) for rule in rules)

@@ -1,0 +1,110 @@
+"""Every backend that can run here computes every mask: each step of forward and backward, against float64.
+
+A backend takes part because it is registered in ``BACKENDS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqpar.kernels import BACKENDS
+from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, accumulator, row_delta
+from seqpar.schedule.rows import KeyIntervals
+
+from ..problems import BATCH_RULES, RULES, Problem, present_backends
+from ..reference import (
+    Rules,
+    assert_close,
+    combined_mask,
+    dense_attention,
+    dense_gradients,
+    rows_of,
+    rules_id,
+    visible_pairs,
+)
+
+SEQ_LEN, HEAD_DIM = 50, 16
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+DTYPES = torch.float32, torch.float64, torch.bfloat16
+HEADS = {"MHA": (4, 4), "GQA": (4, 2)}
+
+
+def steps_of(rules: Rules, cuts: list[int], device: str) -> list[tuple[slice, KeyIntervals]]:
+    """The keys of each step, and which of them each query sees."""
+    positions = torch.arange(SEQ_LEN, dtype=torch.int32)
+    lo, hi = (x.reshape(-1, SEQ_LEN) for x in combined_mask(rules).intervals(positions.long()))
+    steps = []
+    for start, stop in pairwise(cuts):
+        first, last = (x.clamp(start, stop).int() - start for x in (lo, hi))
+        intervals = KeyIntervals(first, torch.maximum(first, last), positions, positions[start:stop])
+        steps.append((slice(start, stop), intervals.to(torch.device(device))))
+    return steps
+
+
+def supported(backend: Backend, heads: tuple[int, int]) -> list[tuple[str, torch.dtype]]:
+    """The devices and dtypes of the calls that the backend supports."""
+    found = []
+    for device, dtype in product(DEVICES, DTYPES):
+        q, k = (torch.empty(1, SEQ_LEN, n, HEAD_DIM, dtype=dtype, device=device) for n in heads)
+        if backend.unsupported(q, k, Score(1.0), lse_gradient=False) is None:
+            found.append((device, dtype))
+    return found
+
+
+@pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
+@pytest.mark.parametrize("name", present_backends())
+def test_every_step_of_every_mask(name: str, rules: Rules) -> None:
+    """With equal heads and with groups; all keys in one step, or in two with a carry; with the last step or without."""
+    backend = BACKENDS[name]
+    for heads, cuts in product(HEADS.values(), ([0, SEQ_LEN], [0, 21, SEQ_LEN])):
+        calls = supported(backend, heads)
+        assert calls, f"{name} supports none of {DTYPES}"
+        for device, dtype in calls:
+            check(backend, rules, heads, cuts, device, dtype)
+
+
+def check(
+    backend: Backend, rules: Rules, heads: tuple[int, int], cuts: list[int], device: str, dtype: torch.dtype
+) -> None:
+    problem = Problem(
+        SEQ_LEN, rows_of(rules), *heads, HEAD_DIM, rules=rules, dtype=dtype, sinks=True, lse_gradient=True,
+        seed=int(torch.randint(1 << 30, ())),
+    )  # fmt: skip
+    tensors = {x: tensor.to(device) for x, tensor in problem.tensors().items()}
+    q, k, v, dout, dlse, sinks = (tensors[x] for x in ("q", "k", "v", "dout", "dlse", "sinks"))
+    visible, score = visible_pairs(rules, SEQ_LEN).to(device), Score(HEAD_DIM**-0.5, sinks=sinks)
+    if backend.unsupported(q, k, score, lse_gradient=False) is not None:
+        score = replace(score, sinks=None)
+    gradient_of_lse = dlse if backend.unsupported(q, k, score, lse_gradient=True) is None else None
+    steps = steps_of(rules, cuts, device)
+
+    def forward(last: bool) -> tuple[Tensor, Tensor]:
+        carry: Carry | None = None
+        for number, (keys, intervals) in enumerate(steps, 1):
+            ends = last and number == len(steps)
+            carry = backend.forward(q, k[:, keys], v[:, keys], intervals, score, carry, ends)
+        assert carry is not None
+        return carry
+
+    acc, lse = forward(last=False)
+    without_sinks, lse_without_sinks = dense_attention(q, k, v, visible)
+    assert_close(acc, without_sinks, dtype, "carry")
+    assert_close(lse, lse_without_sinks, dtype, "lse of the carry")
+
+    out, lse = forward(last=True)
+    assert out.dtype == dtype and lse.dtype == accumulator(dtype)
+    dq = torch.full_like(q, torch.nan, dtype=accumulator(dtype))
+    dk, dv = (torch.ones_like(x, dtype=accumulator(dtype)) for x in (k, v))
+    output = OutputGrad(dout, out, lse, row_delta(out, dout, gradient_of_lse))
+    for number, (keys, intervals) in enumerate(steps):
+        grads = Grads(dq, dk[:, keys].clone(), dv[:, keys].clone(), new_dq=number == 0, new_dkv=number == 0)
+        backend.backward(q, k[:, keys], v[:, keys], output, intervals, score, grads)
+        dk[:, keys], dv[:, keys] = (x - float(number > 0) for x in (grads.dk, grads.dv))
+    expected = dense_gradients(q, k, v, visible, dout, gradient_of_lse, sinks=score.sinks)
+    for name, x in {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items():
+        assert_close(x, expected[name], dtype, name)
