@@ -270,7 +270,4 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
         # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
         vars(root)["_call_impl"] = MethodType(call, root)
         patch.undo.callback(vars(root).pop, "_call_impl", None)
-    head = root.get_output_embeddings()
-    if isinstance(head, nn.Module):
-        before(head, forward.before_head, with_kwargs=False)
-        after(head, forward.after_head)
+    forward.watch_head(root, patch)

@@ -191,7 +191,6 @@ class Forward:
     wants_loss: bool = False  # whether the caller passed labels
     full_call: FullCall | None = None  # if the caller passed a full batch
     positions: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
-    hidden: Tensor | None = None  # [batch, seq, hidden], input of the output embedding, until logits are made of it
     scores: Tensor | None = None  # [batch, seq_local, num_labels], in a sequence classifier
     labels: Tensor | None = None  # removed from a call, because the model would compute a cross-entropy itself
     local_labels: Tensor | None = None  # the labels that the model's forward got, and their version (``version_of``)
