@@ -147,6 +147,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     patch = Patch(settings, mesh, group, placement.sequence, loss_ranks, ulysses_ranks=size_of(placement.ulysses))
     for root, trial in trials.items():
         _compare_masks(root, trial, patch)
+        if trial.longest is not None and trial.counter is not None:
+            patch.longest.append((trial.longest, "layer {!r} ({})".format(*trial.counter)))
         for name, scaling in trial.scalings.items():
             scale_of(settings, scaling, f"layer {name!r}")
     texts = [text_model(root) for root in roots]
