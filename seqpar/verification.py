@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from .base.checks import check_number
+from .base.replaced import replaced
 from .comm.trace import trace
 from .comm.waiting import run, waiting
 from .ranks.mesh import check_mesh_and_group, size_of
@@ -30,6 +30,7 @@ from .sharding.spec import AttentionSpec
 
 # The largest error that counts as equal, relative to the norm of one device's tensor.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_CHECK = "SEQPAR_CHECK"  # the environment variable: how often ranks compare what they shard
 _OF_LOSS = 1e-2  # a loss is a mean over all tokens, whose error is so much smaller
 # What wrappers add to the names of parameters.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -413,8 +414,15 @@ def _watching(asked: list[Any]) -> Iterator[None]:
         asked.append(sharding)
         return positions(sharding)
 
-    with patch.object(Sharding, "positions", noted), patch.dict(os.environ, SEQPAR_CHECK="1"):
-        yield
+    before = os.environ.get(_CHECK)
+    os.environ[_CHECK] = "1"
+    try:
+        with replaced(Sharding, positions=noted):
+            yield
+    finally:
+        del os.environ[_CHECK]
+        if before is not None:
+            os.environ[_CHECK] = before
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
+from ..base.replaced import replaced
 from .key_values import expand, has_latent_kv
 from .state import NAME
 
@@ -362,7 +362,7 @@ def replaced_interface(replace: Callable[..., Any]) -> Iterator[None]:
         return replace(attn_implementation, function, lambda name: self.get(name, default))
 
     # The method of the class is replaced, because some model files have an interface object of their own.
-    with mock.patch.object(AttentionInterface, "get_interface", look_up):
+    with replaced(AttentionInterface, get_interface=look_up):
         yield
 
 
@@ -377,7 +377,7 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         for module in root.modules():
             # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
             for attributes in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
-                stack.enter_context(mock.patch.dict(attributes))
+                stack.callback(_set_entries, attributes, dict(attributes))
             for store in (module._parameters, module._buffers):
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
@@ -390,10 +390,15 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         for config in _configs(root):
             for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
                 if hasattr(config, name):
-                    stack.enter_context(mock.patch.object(config, name, value))
+                    stack.enter_context(replaced(config, **{name: value}))
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
         ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: mask_calls.append(kwargs)
         yield
+
+
+def _set_entries(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(values)
 
 
 def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
