@@ -9,7 +9,6 @@ import sys
 from collections.abc import Collection, Hashable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .base.checks import check_int
+from .base.replaced import replaced
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .masks.mask import Mask
@@ -216,7 +216,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
                 "with need_weights=False"
             )
         # The mode is off in here.
-        with patch.object(F, "scaled_dot_product_attention", self._attend):
+        with replaced(F, scaled_dot_product_attention=self._attend):
             return func(*args, **kwargs)
 
     def _attend(

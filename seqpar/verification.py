@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from .base.checks import check_number
+from .base.replaced import replaced
 from .comm.trace import trace
 from .comm.waiting import run, waiting
 from .ranks.mesh import check_mesh_and_group, size_of
@@ -30,6 +30,7 @@ from .sharding.spec import AttentionSpec
 
 # The largest error that counts as equal, relative to the norm of one device's tensor.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+_CHECK = "SEQPAR_CHECK"  # the environment variable: how often ranks compare what they shard
 _OF_LOSS = 1e-2  # a loss is a mean over all tokens, whose error is so much smaller
 # What wrappers add to the names of parameters.
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
@@ -233,7 +234,8 @@ def _compare(
     if not causes and (found or not _same_loss(loss, expected_loss, tolerance)):
         totals = [row[4:].tolist() for row in stats[0]]
         right = {n: all(error_of(divided(x, n)) <= tolerance for x in totals) for n in (1, ranks) if names}
-        causes = _causes(differences, found, losses, right, bool(asked), bool(done.backends), tolerance)
+        times = [x / expected_loss if expected_loss else math.nan for x in losses]
+        causes = _causes(differences, found, losses, times, right, bool(asked), bool(done.backends), tolerance)
     return StepReport(loss, expected_loss, found, len(names), ranks, tolerance, tuple(causes))
 
 
@@ -241,6 +243,7 @@ def _causes(
     differences: Sequence[GradientDifference],
     found: Sequence[GradientDifference],
     losses: Sequence[float],
+    times: Sequence[float],
     right: dict[int, bool],
     asked: bool,
     attended: bool,
@@ -252,6 +255,7 @@ def _causes(
         differences: of all parameters.
         found: of the parameters whose gradients differ.
         losses: of each rank.
+        times: each rank's loss divided by one device's.
         right: for n = 1 and n = the number of ranks, whether the sum of the ranks' gradients over n is one device's.
         asked: whether the step asked for positions.
         attended: whether the step computed attention of this package.
@@ -259,6 +263,14 @@ def _causes(
     """
     ranks = len(losses)
     if found and all(x.parallel for x in differences):
+        ratio = median(x.ratio for x in found)
+        alike = len(found) == len(differences) and all(abs(x.ratio / ratio - 1) <= 2 * tolerance for x in found)
+        other = (
+            "the loss divides by another number. Give token_loss the ignore_index of the reference, and divide by as "
+            "many parts of the batch as it does"
+        )
+        if alike and all(abs(x / ratio - 1) <= 2 * tolerance for x in times):
+            return [f"every gradient, and the loss, is {ratio:.4g} times one device's: {other}"]
         factors = {_factor(x.ratio, ranks, tolerance) for x in found}
         names = "every gradient" if len(found) == len(differences) else "some gradients"
         if len(factors) == 1 and (n := factors.pop()) > 1:
@@ -276,14 +288,11 @@ def _causes(
             return [
                 f"{names}: 1/{1 / n:g} of one device's: each of {1 / n:g} ranks has a share of the loss, and the "
                 "gradients were averaged where their sum is due; take the loss from seqpar.token_loss, with "
-                "gradients='mean', or call seqpar.sync_gradients(model, reduce='sum')"
+                "gradients='mean', or call seqpar.sync_gradients(model, reduce='sum'). "
+                "Or the loss is divided by the number of parts of a batch, and the step returns it undivided"
             ]
-        ratio = median(x.ratio for x in found)
-        if len(found) == len(differences) and all(abs(x.ratio / ratio - 1) <= 2 * tolerance for x in found):
-            return [
-                f"every gradient is {ratio:.4g} times one device's: the loss divides by another number. Give "
-                "token_loss the ignore_index of the reference, and divide by as many parts of the batch as it does"
-            ]
+        if alike:
+            return [f"every gradient is {ratio:.4g} times one device's: {other}"]
     if found and right.get(ranks):
         return [
             "the mean of the ranks' gradients is one device's, but the step does not average them: call "
@@ -304,7 +313,7 @@ def _causes(
             f"the ranks' losses differ ({losses[0]:.6f} on rank 0, {losses[unlike[0]]:.6f} on rank {unlike[0]}): "
             "a term of the loss differs between ranks. If it is the mean over a rank's own tokens, of which the ranks "
             "have different numbers, take the loss from seqpar.token_loss; if it is computed from a rank's own tokens "
-            "otherwise, unshard them first; if it draws random numbers, draw the same on every rank"
+            "otherwise, such as a pooled output, unshard them first; if it draws random numbers, draw the same ones"
         ]
     positions = (
         "position embeddings or rotary angles that do not take sharding.positions(), which the step did not ask for, "
@@ -315,7 +324,7 @@ def _causes(
     return [
         "the loss or the gradients are another function's. Look at another mask (causal, documents, padding); labels "
         "that were shifted after they were sharded, or shards of another layout; tokens mixed by something that is not "
-        f"attention, such as a convolution; {positions}"
+        f"attention, such as a convolution or a pooled mean; {positions}"
     ]
 
 
@@ -413,8 +422,15 @@ def _watching(asked: list[Any]) -> Iterator[None]:
         asked.append(sharding)
         return positions(sharding)
 
-    with patch.object(Sharding, "positions", noted), patch.dict(os.environ, SEQPAR_CHECK="1"):
-        yield
+    before = os.environ.get(_CHECK)
+    os.environ[_CHECK] = "1"
+    try:
+        with replaced(Sharding, positions=noted):
+            yield
+    finally:
+        del os.environ[_CHECK]
+        if before is not None:
+            os.environ[_CHECK] = before
 
 
 @contextmanager

@@ -12,6 +12,7 @@ TRL, which ``tests/hf/test_accelerate.py`` tests.
   and keeps the config and the mesh in ``accelerator.state``.
 * ``Accelerator.prepare`` calls ``prepare_model`` and ``prepare_data_loader``, and ``gather_for_metrics`` calls
   ``gather``, as attributes of the Accelerator, so that an instance attribute replaces the method.
+* A Trainer makes its Accelerator in ``create_accelerator_and_postprocess``, which this file wraps.
 * accelerate uses its own tensor or context parallelism if ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
 * FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
 * The Trainer divides sums over processes by its ``get_tp_size()`` and by the config's ``cp_size`` and ``sp_size``, and
@@ -28,9 +29,10 @@ import copy
 import inspect
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -137,7 +139,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
         """Replace the config of ``accelerator``, and its methods that prepare models and data loaders."""
-        batches, trainer = self._original.batches, _trainer_being_made()
+        batches, trainer = self._original.batches, _maker.get()
         if batches == "auto":
             batches = "per_rank" if _needs_per_rank_batches(trainer) else "shared"
         if self is not self._original and self.settings.batches == batches:
@@ -230,14 +232,25 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             )
 
 
-def _trainer_being_made() -> Trainer | None:
-    """The Trainer whose ``__init__`` is making an Accelerator, found on the call stack. None if there is none."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if isinstance(trainer := frame.f_locals.get("self"), Trainer):
-            return trainer
-        frame = frame.f_back
-    return None
+_maker: ContextVar[Trainer | None] = ContextVar("seqpar_trainer", default=None)  # that is making its Accelerator
+
+
+def _note_maker(create: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
+    """``create``, the method in which a Trainer makes its Accelerator, with ``_maker`` set meanwhile."""
+
+    @wraps(create)
+    def create_accelerator_and_postprocess(self: Trainer) -> None:
+        token = _maker.set(self)
+        try:
+            create(self)
+        finally:
+            _maker.reset(token)
+
+    return create_accelerator_and_postprocess
+
+
+# accelerate gives a config the Accelerator, but not the Trainer that the Accelerator is made for.
+Trainer.create_accelerator_and_postprocess = _note_maker(Trainer.create_accelerator_and_postprocess)
 
 
 def _check_loss_modules(losses: Any, ranks: int) -> None:

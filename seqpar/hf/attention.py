@@ -121,7 +121,6 @@ def attention_forward(
     )
     if isinstance(seqpar, DecodeShard):
         return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
-    _check_tuning(module, seqpar, name)
     if seqpar.sharding is None:  # the forward runs without the hooks, as in a pipeline stage
         patch.place(seqpar)
     sharding, seed = seqpar.sharding, None
@@ -145,15 +144,6 @@ def scale_of(settings: Settings, scaling: float | None, layer: str) -> float | N
             "leave softmax_scale out, or change the scaling of the model's layers"
         )
     return scaling if scale is None else scale
-
-
-def _check_tuning(module: nn.Module, shard: BatchShard, name: str) -> None:
-    tuned = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
-    if tuned and shard.seq_len >= (floor_scale := int(getattr(module, "floor_scale", 0))):
-        raise ValueError(
-            f"{name}: attn_temperature_tuning scales queries by their index in its input, which here holds one rank's "
-            f"tokens; rows of fewer than floor_scale={floor_scale} tokens are not scaled and work"
-        )
 
 
 def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -5,21 +5,23 @@ The hooks of the forward store a ``Forward``, which the other hooks read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib import import_module
 from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.modules.module import _has_any_global_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from ..base.checks import no_compile
+from ..memory.zero import is_hook_of_zero_3
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
-from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
+from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, call_module, label_log_probs
 from .loss import TokenLoss, check_loss, replace_loss_function, version_of
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import (
@@ -76,7 +78,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return args, kwargs
     _check_unchanged(model)
     _check_wrapper(model, patch)
-    _gather_for_loss(model)
+    watch_head(model, patch)
     _read_scores_last(model)
     replace_loss_function(model, patch, model)  # the user may have set another one
     parameters = parameters_of(model)
@@ -267,60 +269,57 @@ def _read_scores_last(model: nn.Module) -> None:
                 cast(Any, module._forward_hooks).move_to_end(key)
 
 
-@no_compile
-def before_head(head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Replace the input ``[..., seq, hidden]`` of the output embedding.
+def watch_head(model: nn.Module, patch: Patch) -> None:
+    """Let ``call_head`` answer the calls of the output embedding, which may be another module than in the last call."""
+    head: Any = cast(Any, model).get_output_embeddings()
+    if isinstance(head, nn.Module) and "_call_impl" not in vars(head):
+        # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
+        vars(head)["_call_impl"] = MethodType(call_head, head)
+        patch.undo.callback(vars(head).pop, "_call_impl", None)
 
-    In a call with labels, store the input in ``Forward.hidden`` and pass on an input without tokens, so that no logits
-    are computed. If the caller asked for the logits of some tokens, pass on these tokens.
+
+@no_compile
+def call_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the output embedding with its input ``[..., seq, hidden]``.
+
+    If the caller asked for the logits of some tokens, it gets these tokens. In a call with labels, the result is a
+    ``LazyLogits``, and the output embedding is not called yet. Hooks of the user must see all logits: then the result
+    holds them already.
     """
     forward = current_forward()
-    if forward is None:
-        return None
+    if forward is None or head is not cast(Any, forward.model).get_output_embeddings() or len(args) != 1 or kwargs:
+        return call_module(head, *args, **kwargs)
+    hidden: Tensor = args[0]
     if forward.full_call is not None and (keep := forward.full_call.keep) is not None:
-        return (args[0].index_select(-2, keep.to(args[0].device)), *args[1:])
-    if not forward.wants_loss or not _only_multiplies(head, forward.model):
-        return None
-    forward.hidden = args[0]
-    return (args[0][..., :0, :], *args[1:])
+        hidden = hidden.index_select(-2, keep.to(hidden.device))
+    elif forward.wants_loss:
+        hooked = _has_any_global_hook() or any(not _gathers(*hook) for hook in _hooks_of(head))
+        vocabulary: int = cast(Any, forward.model).config.get_text_config().vocab_size
+        return LazyLogits(head, hidden, vocabulary, full=call_module(head, hidden) if hooked else None)
+    return call_module(head, hidden)
 
 
-@no_compile
-def after_head(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> LazyLogits | None:
-    forward = current_forward()
-    if forward is None or forward.hidden is None:
-        return None
-    hidden, forward.hidden = forward.hidden, None
-    return LazyLogits(cast(nn.Linear, head), hidden)
+def _hooks_of(head: nn.Module) -> Iterator[tuple[bool, Any]]:
+    """The hooks of ``head`` and of its submodules, each with whether it is around a forward that computes a loss."""
+    core: Any = head
+    while isinstance(core, FullyShardedDataParallel | DistributedDataParallel):
+        core = core.module
+    for module in head.modules():
+        around = module is core or module not in core.modules()
+        for kind in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+            for hook in getattr(module, kind).values():
+                yield around, hook
 
 
-def _only_multiplies(head: nn.Module, model: nn.Module) -> bool:
-    """Whether ``head`` does nothing but multiply by a weight that is available until the forward of ``model`` ends.
-
-    False for a subclass of ``nn.Linear`` (quantized, low-rank), a forward that was set on the instance, or hooks. A
-    wrapper that shards ``head`` by itself gathers its weight only for the forward of ``head``.
-    """
-    if type(head) is not nn.Linear or head is not cast(Any, model).get_output_embeddings():
-        return False  # the second: a wrapper around the head was made after ``parallelize``
-    if "forward" in vars(head) or _has_any_global_hook():
-        return False
-    hooks = (head._forward_pre_hooks, head._forward_hooks, head._backward_pre_hooks, head._backward_hooks)
-    for hook in (hook for of_kind in hooks for hook in of_kind.values()):
-        # DeepSpeed's hooks gather the weight of every module, and count its operations.
-        if hook not in (before_head, after_head) and not str(getattr(hook, "__module__", "")).startswith("deepspeed."):
-            return False
-    if any(isinstance(m, FullyShardedDataParallel) and m.module is head for m in model.modules()):
-        return False
-    plain = all(x is None or type(x) in (nn.Parameter, Tensor) for x in (head.weight, head.bias))
-    return plain and tuple(head.weight.shape) == (head.out_features, head.in_features)
-
-
-def _gather_for_loss(model: nn.Module) -> None:
-    """If DeepSpeed's ZeRO-3 partitions the output embedding, let it gather the weight for as long as ``model`` runs."""
-    head = cast(Any, model).get_output_embeddings()
-    for p in head.parameters() if isinstance(head, nn.Linear) else ():
-        if hasattr(p, "ds_id"):  # which ZeRO-3 gives to the parameters that it partitions
-            import_module("deepspeed").zero.register_external_parameter(model, p)
+def _gathers(around: bool, hook: Any) -> bool:
+    """Whether ``hook`` belongs to a wrapper that gathers the weight for a whole forward, and reads no output."""
+    functions = [hook]
+    while (wrapped := getattr(functions[-1], "__wrapped__", None)) is not None:
+        functions.append(wrapped)
+    return around and any(
+        isinstance(getattr(function, "__self__", None), FSDPState) or is_hook_of_zero_3(function)
+        for function in functions
+    )
 
 
 def depends_on_length(module: nn.Module) -> bool:

@@ -21,11 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
-from unittest import mock
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..base.replaced import replaced
 from ..masks.mask import Mask
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
@@ -73,7 +73,7 @@ def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Te
         record(layer, latents, rotated)
         return expand(layer, latents, rotated)
 
-    with mock.patch.object(layer, _METHOD, record_and_expand):
+    with replaced(layer, **{_METHOD: record_and_expand}):
         yield
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -14,10 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..base.replaced import replaced
+from ..memory.weights import Weights
 from .batch import IGNORE_INDEX
 from .state import patch_of
 from .support import pools_last_token, predicts_in_place
@@ -26,6 +31,18 @@ _CHUNK_BYTES = 128 << 20
 LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities
 
 Pointwise = Callable[[Tensor], Tensor]
+InForward = Callable[[Tensor, Any, Callable[..., Tensor] | None], Tensor]
+
+
+def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``module(*args)`` with its hooks, also if the call is replaced in the instance."""
+    return type(module)._call_impl(module, *args, **kwargs)
+
+
+def _is_plain(head: nn.Linear) -> bool:
+    """Whether no class of its own decides how the weight multiplies (a quantized weight, a DTensor)."""
+    plain = all(x is None or type(x) in (nn.Parameter, Tensor) for x in (head.weight, head.bias))
+    return plain and tuple(head.weight.shape) == (head.out_features, head.in_features)
 
 
 class LazyLogits:
@@ -36,24 +53,55 @@ class LazyLogits:
     the logits of all tokens, which then are what this object stands for, so that it may change them in place.
     """
 
-    def __init__(self, head: nn.Linear, hidden: Tensor, pointwise: Pointwise | None = None) -> None:
+    def __init__(
+        self,
+        head: nn.Module,
+        hidden: Tensor,
+        vocabulary: int,
+        pointwise: Pointwise | None = None,
+        full: Tensor | None = None,
+    ) -> None:
         self.head = head  # the output embedding
         self.hidden = hidden  # [..., hidden], its input
+        self.vocabulary = vocabulary  # about how many logits a token has
         self.pointwise = pointwise  # applied to the logits
-        self.full: Tensor | None = None  # the logits, once they are computed
+        self.full = full  # the logits, once they are computed
 
     def materialize(self) -> Tensor:
         """The logits ``[..., vocabulary]``."""
         if self.full is None:
-            logits = F.linear(self.hidden, self.head.weight, self.head.bias)
+            logits = call_module(self.head, self.hidden)
             self.full = self.pointwise(logits) if self.pointwise else logits
         return self.full
 
-    def _then(self, function: Pointwise) -> Any:
+    def in_forward(self, function: InForward) -> Tensor:
+        """``function(hidden, head, forward)``, called by the head instead of its own ``forward``.
+
+        A wrapper that shards the head (FSDP, ZeRO-3) gathers the weight before the head's forward and frees it after
+        it, and prepares the backward. So it gathers the weight once, however many times ``function`` calls ``forward``.
+
+        ``head`` is the module in the wrappers. ``forward`` is None for a plain linear layer, to multiply by its weight.
+        """
+        core: Any = self.head
+        while isinstance(core, FullyShardedDataParallel | DistributedDataParallel):
+            core = core.module
+        forward, results = core.forward, list[Tensor]()
+        is_linear = type(core).forward is nn.Linear.forward and "forward" not in vars(core)
+
+        def compute(hidden: Tensor) -> Tensor:
+            results.append(function(hidden, core, None if is_linear and _is_plain(core) else forward))
+            return results[0]
+
+        with replaced(core, forward=compute):
+            output: Tensor = call_module(self.head, self.hidden)
+        # ``fully_shard`` may cast the output to a lower precision.
+        return output if output.dtype == results[0].dtype else results[0]
+
+    def _then(self, function: Pointwise) -> LazyLogits:
         before = self.pointwise
-        if self.full is not None:
-            return function(self.full)
-        return LazyLogits(self.head, self.hidden, (lambda x: function(before(x))) if before else function)
+        both = (lambda x: function(before(x))) if before else function
+        full = None if self.full is None else function(self.full)
+        return LazyLogits(self.head, self.hidden, self.vocabulary, both, full)
 
     def _binary(self, operation: Callable[[Any, Any], Any], other: Any) -> Any:
         if isinstance(other, int | float):
@@ -165,6 +213,23 @@ def fused_cross_entropy(
     return total
 
 
+def summed_cross_entropy(
+    logits: LazyLogits,  # [..., vocabulary]
+    labels: Tensor,  # int64 [tokens]
+    chunk: int | None,
+    few_count: bool,
+) -> Tensor:
+    """``fused_cross_entropy``, for any head. A head that is no plain linear layer computes its logits twice."""
+
+    def compute(hidden: Tensor, head: Any, forward: Callable[..., Tensor] | None) -> Tensor:
+        rows = hidden.flatten(0, -2)  # [tokens, hidden]
+        if forward is not None:
+            return -_log_probs(logits, rows, labels, head, forward, chunk, few_count).sum()
+        return fused_cross_entropy(rows, head, labels, logits.pointwise, IGNORE_INDEX, chunk, few_count)
+
+    return logits.in_forward(compute)
+
+
 def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None) -> Tensor:
     """The log-probability of each shifted label: float32 ``[batch, seq]``, 0 where it is ``IGNORE_INDEX``.
 
@@ -175,23 +240,46 @@ def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | No
     if not isinstance(logits, LazyLogits):
         flat = logits.flatten(0, 1).float()
         return -F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape)
-    head = logits.head
-    counted = (labels.flatten() != IGNORE_INDEX).nonzero().flatten()
-    rows, wanted = logits.hidden.flatten(0, -2)[counted], labels.flatten()[counted]
-    chunk = chunk or max(1, _CHUNK_BYTES // (4 * head.out_features))
 
-    def score(rows: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor) -> Tensor:
-        scores = F.linear(rows, weight, bias)  # [chunk, vocabulary]
+    def compute(hidden: Tensor, head: Any, forward: Callable[..., Tensor] | None) -> Tensor:
+        return _log_probs(logits, hidden.flatten(0, -2), labels.flatten(), head, forward, chunk)
+
+    return logits.in_forward(compute).view(labels.shape)
+
+
+def _log_probs(
+    logits: LazyLogits,
+    rows: Tensor,  # [tokens, hidden], the input of the head
+    labels: Tensor,  # int64 [tokens]
+    head: Any,
+    forward: Callable[..., Tensor] | None,  # the head's; None for a plain linear layer
+    chunk: int | None,
+    few_count: bool = True,
+) -> Tensor:
+    """The log-probability of each label, float32 ``[tokens]``. For ``few_count`` see ``fused_cross_entropy``."""
+    everything = labels
+    if few_count:
+        counted = (labels != IGNORE_INDEX).nonzero().flatten()
+        rows, labels = rows[counted], labels[counted]
+    chunk = chunk or max(1, _CHUNK_BYTES // (4 * logits.vocabulary))
+    # In backward, a wrapper may have given the module other tensors for its weight.
+    project: Callable[..., Tensor] = F.linear if forward is None else partial(Weights(head).call, forward)
+    weights = (head.weight, head.bias) if forward is None else ()
+
+    def score(rows: Tensor, wanted: Tensor, *weights: Any) -> Tensor:
+        scores = project(rows[None], *weights)[0]  # [chunk, vocabulary]
         scores = logits.pointwise(scores) if logits.pointwise else scores
-        return -F.cross_entropy(scores.float(), wanted, reduction="none")
+        return -F.cross_entropy(scores.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
 
     # If no label counts there is one empty chunk, so that this rank runs the same backward as the other ranks.
     scored = [
-        checkpoint(score, x, head.weight, head.bias, y, use_reentrant=False, preserve_rng_state=False)
-        for x, y in zip(rows.split(chunk), wanted.split(chunk), strict=True)
+        checkpoint(score, x, y, *weights, use_reentrant=False, preserve_rng_state=forward is not None)
+        for x, y in zip(rows.split(chunk), labels.split(chunk), strict=True)
     ]
-    scores = torch.zeros(labels.numel(), dtype=torch.float32, device=rows.device)
-    return scores.index_put((counted,), torch.cat(scored)).view(labels.shape)
+    scores = torch.cat(scored)
+    if few_count:
+        scores = everything.new_zeros(everything.shape, dtype=torch.float32).index_put((counted,), scores)
+    return scores
 
 
 @dataclass

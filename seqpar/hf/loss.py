@@ -25,7 +25,7 @@ from ..layers.loss import AllReduceSum
 from ..placement.layout import shard_positions
 from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
-from .logits import LazyLogits, fused_cross_entropy
+from .logits import LazyLogits, summed_cross_entropy
 from .state import Forward, Patch, current_forward
 
 _ROUTER_LOSS = "load_balancing_loss_func"
@@ -116,10 +116,7 @@ class TokenLoss:
         few_count = shard.num_items is None or shard.num_items < full_tokens / 2
         labels = labels.reshape(-1)  # [tokens]
         if isinstance(logits, LazyLogits) and logits.full is None:
-            hidden = logits.hidden.reshape(len(labels), -1)  # [tokens, hidden]
-            total = fused_cross_entropy(
-                hidden, logits.head, labels, logits.pointwise, IGNORE_INDEX, self.patch.settings.loss_chunk, few_count
-            )
+            total = summed_cross_entropy(logits, labels, self.patch.settings.loss_chunk, few_count)
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
             total = F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")

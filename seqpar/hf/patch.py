@@ -147,6 +147,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     patch = Patch(settings, mesh, group, placement.sequence, loss_ranks, ulysses_ranks=size_of(placement.ulysses))
     for root, trial in trials.items():
         _compare_masks(root, trial, patch)
+        if trial.longest is not None and trial.counter is not None:
+            patch.longest.append((trial.longest, "layer {!r} ({})".format(*trial.counter)))
         for name, scaling in trial.scalings.items():
             scale_of(settings, scaling, f"layer {name!r}")
     texts = [text_model(root) for root in roots]
@@ -270,7 +272,4 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
         # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
         vars(root)["_call_impl"] = MethodType(call, root)
         patch.undo.callback(vars(root).pop, "_call_impl", None)
-    head = root.get_output_embeddings()
-    if isinstance(head, nn.Module):
-        before(head, forward.before_head, with_kwargs=False)
-        after(head, forward.after_head)
+    forward.watch_head(root, patch)

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..base.checks import no_compile
+from ..base.replaced import replaced
 from ..comm.collectives import all_gather, start_all_to_all
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from .batch import BOUNDARY_NAMES, tokens_of
@@ -90,7 +90,7 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
             before = original._attn_implementation
             name = implementation or ("sdpa" if before == NAME else before)
             # set directly, because the property sets the sub-configs too
-            stack.enter_context(mock.patch.object(ours, "_attn_implementation_internal", name))
+            stack.enter_context(replaced(ours, _attn_implementation_internal=name))
         yield
 
 

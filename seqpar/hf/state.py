@@ -98,6 +98,8 @@ class Patch:
     layer_masks: set[LayerMask] = field(default_factory=set)
     causality_conflicts: dict[LayerMask, bool] = field(default_factory=dict)  # as ``compare_masks`` returns it
     known_masks: set[Any] = field(default_factory=set)  # the structures of the mask functions
+    # the longest rows that each of the models can take, and its layer that could not take longer ones
+    longest: list[tuple[int, str]] = field(default_factory=list)
     implementation: str = ""  # of the model's masks before ``parallelize``, as ``masks_like`` returns it
     calls: int = 0  # with a full batch, the same on every rank
     seed: int = 0  # of attention dropout in these calls, the same on every rank
@@ -130,6 +132,13 @@ class Patch:
                 f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
                 f"parallelized with layout={layout!r} over {self.ranks}; give shard_batch and parallelize the same"
             )
+        for longest, layer in self.longest:
+            if shard.seq_len > longest:
+                raise ValueError(
+                    f"a row of {shard.seq_len} tokens: {layer} counts the tokens in its input, which changes its "
+                    f"output in rows of more than {longest} tokens, and a rank has only some of them; use shorter "
+                    "rows, or compute it from position_ids"
+                )
         if shard.sharding is None:
             shard.sharding = self.sharding(shard.seq_len)
             shard.seed_on_host = torch.tensor(shard.seed, dtype=torch.int64, device="cpu")
@@ -191,7 +200,6 @@ class Forward:
     wants_loss: bool = False  # whether the caller passed labels
     full_call: FullCall | None = None  # if the caller passed a full batch
     positions: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
-    hidden: Tensor | None = None  # [batch, seq, hidden], input of the output embedding, until logits are made of it
     scores: Tensor | None = None  # [batch, seq_local, num_labels], in a sequence classifier
     labels: Tensor | None = None  # removed from a call, because the model would compute a cross-entropy itself
     local_labels: Tensor | None = None  # the labels that the model's forward got, and their version (``version_of``)

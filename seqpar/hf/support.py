@@ -241,7 +241,7 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             "depended on other tokens, and not through transformers' AttentionInterface; such a layer cannot be "
             "sharded along the sequence"
         )
-    elif trial.counter is not None:
+    elif trial.counter is not None and trial.longest is None:
         name, class_name = trial.counter
         yield (
             f"layer {name!r} ({class_name}) counts the tokens in its input: in a trial run on a few tokens its output "

@@ -5,9 +5,12 @@ each token attends to itself only. The rows of the batch differ in one token. If
 too, a layer mixes tokens without using the interface, whatever its class is called.
 
 The last row has the same tokens with the same ``position_ids``, some tokens further to the right. If the output of a
-token differs there, a layer counts the tokens in its input. Two more runs of this row, with padding, with and without
-``position_ids`` of 0, 1, 2, ..., tell whether the model takes these by itself. In them each token attends to the token
-before it, so that rotary embeddings may start at any position.
+token differs there, a layer counts the tokens in its input. It may do so in long rows only: Llama 4 scales queries from
+token 8,192 on. Therefore ``torch.arange`` counts up to 16 M in another run, instead of the few tokens of the row. If a
+layer counts tokens there, a search finds the longest rows in which it does not.
+
+Two more runs of this row, with padding, with and without ``position_ids`` of 0, 1, 2, ..., tell whether the model takes
+these by itself. In them each token attends to the token before it, so that rotary embeddings may start at any position.
 
 The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
 parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
@@ -21,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
+from ..base.replaced import replaced
 from .key_values import expand, has_latent_kv
 from .state import NAME
 
@@ -41,6 +44,7 @@ _SHIFT = 3  # by how many tokens the last row is shifted
 # size of a parameter's dimension nor a number in a config.
 _ROWS = (5, 6, 7, 9, 10)
 _LENGTHS = (11, 13, 17, 19, 23, 29)
+_LONGEST = 1 << 24  # tokens of a row; float32 counts no further
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
 _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -63,7 +67,9 @@ class Trial:
         # The innermost module whose output for a token depends on the index of the token in the input.
         self.counter: tuple[str, str] | None = None
         self.own_positions = False  # whether the positions of the model are not 0, 1, 2, ... without position_ids
+        self.longest: int | None = None  # the longest rows in which no output depends on the index; None: any rows
         self.records = True  # False in the last two runs
+        self.counts_only = False  # whether a run looks only for modules that count tokens
         self.error: Exception | None = None  # what ended the trial run
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
@@ -88,9 +94,10 @@ class Trial:
     ) -> tuple[Tensor, None]:
         if not self.records:
             return _attend_to_token_before(module, q, k, v)
-        self.attention_modules.append(module)
-        self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
-        self.scalings[self._names[module]] = kwargs.get("scaling")
+        if not self.counts_only:
+            self.attention_modules.append(module)
+            self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
+            self.scalings[self._names[module]] = kwargs.get("scaling")
         self._check([x.transpose(1, 2) for x in (q, k, v)], module)
         return attend_to_own_token(module, q, k, v)
 
@@ -102,6 +109,20 @@ class Trial:
                 self.pooler = self._names[module], type(module).__name__
         if not any(bool(x.isfinite().all()) for x in _tensors(output)):
             raise ValueError("its outputs are not finite")
+
+    def find_longest(self, counts: Callable[[int], bool]) -> None:
+        """Set ``longest``. ``counts(tokens)``: whether an output depends on the index in rows of so many tokens."""
+        fine, too_long = self.length, _LONGEST
+        if not counts(too_long):
+            return
+        counter = self.counter
+        while too_long - fine > 1:
+            middle = (fine + too_long) // 2
+            if counts(middle):
+                too_long = middle
+            else:
+                fine = middle
+        self.longest, self.counter = fine, counter
 
     def check_positions(self, output: Any, without_ids: Any) -> None:
         """Compare the outputs of one row, except for its padding, with ``position_ids`` of 0, 1, 2, ... and without."""
@@ -166,7 +187,8 @@ def run_trial(root: PreTrainedModel) -> Trial:
                 stack.callback(module.register_forward_hook(trial.after).remove)
             same_kind, results = _run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(attend))
-            stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
+            functions = _TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL), trial.length)
+            stack.enter_context(functions)
             parameters = inspect.signature(root.forward).parameters
             arguments: dict[str, Any] = {
                 "input_ids": ids,
@@ -180,7 +202,20 @@ def run_trial(root: PreTrainedModel) -> Trial:
                 pairs = zip(layer.modules(), first.modules(), strict=True)
                 trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
             trial.check_output(output)
-            trial.records, masks = False, len(trial.mask_calls)
+            masks = len(trial.mask_calls)
+
+            def counts(longest: int) -> bool:
+                for result in results:
+                    result.clear()
+                trial.counter, functions.last_index = None, longest - 1
+                root(position_ids=positions, **arguments)
+                return trial.counter is not None
+
+            if trial.counter is None:
+                trial.counts_only = True
+                trial.find_longest(counts)
+                functions.last_index = None
+            trial.records = False
             arguments["input_ids"] = ids[-1:]
             if "attention_mask" in parameters:
                 arguments["attention_mask"] = (torch.arange(trial.length) >= _SHIFT).long()[None]
@@ -327,7 +362,7 @@ def replaced_interface(replace: Callable[..., Any]) -> Iterator[None]:
         return replace(attn_implementation, function, lambda name: self.get(name, default))
 
     # The method of the class is replaced, because some model files have an interface object of their own.
-    with mock.patch.object(AttentionInterface, "get_interface", look_up):
+    with replaced(AttentionInterface, get_interface=look_up):
         yield
 
 
@@ -342,7 +377,7 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         for module in root.modules():
             # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
             for attributes in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
-                stack.enter_context(mock.patch.dict(attributes))
+                stack.callback(_set_entries, attributes, dict(attributes))
             for store in (module._parameters, module._buffers):
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
@@ -355,10 +390,15 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         for config in _configs(root):
             for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
                 if hasattr(config, name):
-                    stack.enter_context(mock.patch.object(config, name, value))
+                    stack.enter_context(replaced(config, **{name: value}))
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
         ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: mask_calls.append(kwargs)
         yield
+
+
+def _set_entries(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(values)
 
 
 def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
@@ -392,11 +432,14 @@ class _TokenwiseFunctions(TorchFunctionMode):
     """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
 
     All logits, the outputs of a linear layer with at least ``vocabulary`` features, have the same value.
+    With a ``last_index``, ``torch.arange(length)`` counts from 0 to ``last_index`` in ``length`` numbers.
     """
 
-    def __init__(self, vocabulary: int) -> None:
+    def __init__(self, vocabulary: int, length: int) -> None:
         super().__init__()
         self.vocabulary = vocabulary
+        self.length = length
+        self.last_index: int | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -413,7 +456,10 @@ class _TokenwiseFunctions(TorchFunctionMode):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             ids = args[0] if args else kwargs["input"]  # [...], to [..., channels] with different values for each id
             return torch.sin((ids[..., None] + 1) * (_count(weight.shape[-1]) * 0.37 + 1.0))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.arange and self.last_index is not None and result.shape == (self.length,):
+            return (result.long() * self.last_index // (self.length - 1)).to(result.dtype)
+        return result
 
 
 def _linear(x: Tensor, features: int) -> Tensor:

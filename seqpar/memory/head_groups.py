@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..base.checks import no_compile
 from .layers import contexts_of_part
 from .weights import CACHE_ARGUMENTS, Forward, Weights, replace_forward
+from .zero import is_partitioned
 
 # By the names of an attention layer's parameters: the dimension that has heads, or None.
 _RULES: tuple[tuple[str, int | None], ...] = (
@@ -113,7 +114,7 @@ def _check(module: nn.Module, groups: int) -> dict[str, int | None]:
 
 
 def _check_not_partitioned(module: nn.Module) -> None:
-    if any(hasattr(p, "ds_id") for p in module.parameters()):
+    if any(is_partitioned(p) for p in module.parameters()):
         raise ValueError(
             f"head_groups: DeepSpeed's ZeRO-3 has partitioned the weights of {type(module).__name__}, and gathers each "
             "projection as a whole; use ZeRO 1 or 2, or fully_shard, or leave head_groups out"

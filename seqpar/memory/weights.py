@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from .zero import is_partitioned
+
 _BEFORE = "_seqpar_forward"  # the name under which a module keeps a forward that its instance had before
 
 # The argument that holds the key/value cache: of transformers 5.24 and later, and of earlier versions.
@@ -93,7 +95,7 @@ class Weights:
         self.sums: dict[str, Tensor] = {
             name: _Sum.apply(p)
             for name, p in module.named_parameters()
-            if p.requires_grad and not isinstance(p, DTensor) and not hasattr(p, "ds_id")
+            if p.requires_grad and not isinstance(p, DTensor) and not is_partitioned(p)
         }
 
     def call(self, forward: Forward, *args: Any, cut: Cut | None = None, **kwargs: Any) -> Any:

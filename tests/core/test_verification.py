@@ -32,6 +32,7 @@ class Decoder(nn.Module):
         self.tokens, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(TOKENS, 16)
         self.stem, self.qkv, self.head = nn.Linear(16, 16), nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
         self.dropout = nn.Dropout(0.5)
+        self.shifts = self.pools = False
 
     def forward(
         self,
@@ -42,6 +43,8 @@ class Decoder(nn.Module):
         mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
     ) -> Tensor:
         x = self.dropout(self.stem(self.tokens(ids) + self.positions(positions)))
+        if self.shifts:
+            x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]
         if shards_after_stem:
             x = sharding.shard(x)
         q, k, v = self.qkv(x).unflatten(2, (3, 2, 8)).unbind(2)
@@ -51,7 +54,8 @@ class Decoder(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         else:
             attended = seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding)
-        logits: Tensor = self.head(x + attended.flatten(2))
+        x = x + attended.flatten(2)
+        logits: Tensor = self.head(x.mean(1, keepdim=True).expand_as(x) if self.pools else x)
         return logits
 
 
@@ -64,6 +68,7 @@ class Run:
         self.sharding = seqpar.Sharding(TOKENS, "zigzag", group=group)
         self.plain = Decoder()
         self.model: nn.Module = self.plain
+        self.plain.shifts, self.plain.pools = mistake == "token shift", "pooled" in mistake
         if mistake == "rows":
             torch.manual_seed(seed + 1 + group.rank())
         self.ids = torch.randint(VOCABULARY, (2, TOKENS))
@@ -76,7 +81,11 @@ class Run:
         return F.cross_entropy(logits.mT, labels, reduction=reduction)
 
     def reference(self) -> Tensor:
-        loss = self.losses(self.model(self.ids, torch.arange(TOKENS)), self.labels, "mean")
+        logits = self.model(self.ids, torch.arange(TOKENS))
+        if self.mistake == "pooled output":
+            loss: Tensor = logits.square().mean()
+        else:
+            loss = self.losses(logits, self.labels, "mean")
         loss.backward()
         return loss
 
@@ -102,6 +111,10 @@ class Run:
             loss = self.losses(logits, labels).sum() / (self.labels != -100).sum()
         if mistake == "term":  # of each rank's own weight
             loss = loss + 0.1 * (1 + self.group.rank()) * self.plain.head.weight.square().sum()
+        if mistake == "pooled output":
+            loss = logits.square().mean()
+        if mistake.startswith("divisor"):
+            loss = loss / float(mistake.split()[-1])
         loss.backward()
         if mistake == "summed":
             for p in self.model.parameters():
@@ -127,6 +140,12 @@ MISTAKES = {
     "positions": "which the step did not ask for",
     "labels": "labels that were shifted after",
     "mask": "another mask",
+    "token shift": "tokens mixed by something that is not attention",
+    "pooled": "such as a convolution or a pooled mean",
+    "pooled output": "otherwise, such as a pooled output, unshard them first",
+    "divisor 2": "every gradient, and the loss, is 0.5 times one device's: the loss divides by another number",
+    "divisor 0.5": "every gradient, and the loss, is 2 times one device's: the loss divides by another number",
+    "divisor 3": "the loss divides by another number",
     "not replaced": "the step computed no attention of seqpar",
     "counted": "the ignore_index of the reference",
 }

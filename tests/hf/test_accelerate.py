@@ -162,6 +162,7 @@ def with_sft(config: Any, folder: str, kind: str, batch: int, packing: bool, **a
             packing=packing,
             max_length=64,
             bf16=False,
+            loss_type="nll",  # the default of TRL 1.9, chunked_nll, replaces the model's forward
             **settings(folder, steps, **arguments),
         ),
         train_dataset=data,

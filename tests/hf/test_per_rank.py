@@ -271,13 +271,22 @@ def test_error_if_a_rank_does_not_call(own: OwnPool) -> None:
 
 
 class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
-    """A trainer that makes an Accelerator as a Trainer does."""
+    """A trainer that only makes its Accelerator."""
 
     __module__ = "trl.trainer.some_trainer"
 
     def __init__(self, fsdp: bool, config: Any) -> None:
-        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None
-        self.accelerator = accelerate.Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+        self.fsdp, self.config = fsdp, config
+        self.args = transformers.TrainingArguments("unused", use_cpu=True, report_to="none")
+        self.create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **arguments: Any) -> dict[str, Any]:
+        plugin = accelerate.FullyShardedDataParallelPlugin(fsdp_version=2) if self.fsdp else None
+        return {"cpu": True, "parallelism_config": self.config, "fsdp_plugin": plugin}
+
+    def another(self, config: Any) -> Any:
+        """An Accelerator for something else."""
+        return accelerate.Accelerator(cpu=True, parallelism_config=config)
 
 
 @on_ranks
@@ -288,7 +297,7 @@ def batches_of_trainer(group: ProcessGroup, port: int, fsdp: bool, expected: lis
     with torchrun(group):
         config = seqpar.hf.ParallelismConfig(group.size())
         # Without a trainer of TRL the ranks of a sequence share batches; the next Accelerator has the same state.
-        shared = accelerate.Accelerator(cpu=True, parallelism_config=config)
+        shared = PreferenceTrainer.__new__(PreferenceTrainer).another(config)
         rows: Any = DataLoader(cast(Any, torch.arange(6.0)), batch_size=1)
         assert [float(x) for x in shared.prepare_data_loader(rows)] == [0, 1, 2, 3, 4, 5]
         if fsdp:

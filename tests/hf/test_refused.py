@@ -339,7 +339,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: with_functions("sdpa", mask=no_first_token), "the mask of its attn_implementation 'sdpa'"
     ),
     "no mask": (lambda: with_functions("mine", sdpa_attention_forward), "implementation 'mine' is None, not one of"),
-    "scaled queries": (lambda: llama4_of_length(45), r"layer 1 .* attn_temperature_tuning"),
+    "scaled queries": (
+        lambda: llama4_of_length(45),
+        r"a row of 45 tokens: layer 'model.layers.1.self_attn' \(Llama4TextAttention\) counts .* more than 44 tokens",
+    ),
     "padding without a shard": (mask_of_padding, "attention_mask: it has padding"),
     "is_causal": (lambda: call(is_causal=False), "is_causal: some of .* leave it out here"),
     "a window of the call": (lambda: call_sharded(sliding_window=3), "sliding_window: some of"),
@@ -384,6 +387,33 @@ def test_own_names_of_functions_of_transformers() -> None:
 
 def test_short_rows_of_llama4() -> None:
     llama4_of_length(44)
+
+
+class CountsInLongRows(nn.Module):
+    """Every token from number ``first`` on is doubled."""
+
+    def __init__(self, module: nn.Module, first: int) -> None:
+        super().__init__()
+        self.module, self.first = module, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        index = torch.arange(x.shape[1], device=x.device)[:, None]
+        result: Tensor = self.module(x) * torch.where(index < self.first, 1, 2)
+        return result
+
+
+@pytest.mark.parametrize("first", [40, 44, 45])
+def test_layers_that_count_tokens_in_long_rows(first: int) -> None:
+    """Rows of up to ``first`` tokens are those in which no token is doubled, so that these are right."""
+    model = tiny("llama")
+    model.model.layers[1].mlp = CountsInLongRows(model.model.layers[1].mlp, first)
+    ours = parallel(copy.deepcopy(model))
+    assert ours(**make_batch("plain", first)).loss.item() == pytest.approx(
+        model(**make_batch("plain", first)).loss.item(), abs=LOSS
+    )
+    words = rf"a row of {first + 1} tokens: layer 'model.layers.1.mlp' \(CountsInLongRows\) .* more than {first} tokens"
+    with pytest.raises(ValueError, match=words):
+        ours(**make_batch("plain", first + 1))
 
 
 def test_masks_that_cannot_be_sharded(monkeypatch: pytest.MonkeyPatch) -> None:

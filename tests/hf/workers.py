@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 import seqpar.hf
@@ -25,6 +26,7 @@ from ..pool import on_ranks
 from ..strategy_cases import STRATEGIES
 
 LOSS, GRADIENT = 2e-5, 1e-3
+_MAKES_LOGITS = (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten._log_softmax)
 VOCAB = 62
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -93,6 +95,18 @@ PARALLELIZE: dict[str, dict[str, Any]] = {
     "all_gather-striped": {**STRATEGIES["all_gather"], "layout": "striped"},
     "auto": {"strategy": "auto", "layout": "zigzag"},
 }
+
+
+class Rows(TorchDispatchMode):
+    """Records how many rows of logits the largest tensor of logits has."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _MAKES_LOGITS and result.shape[-1] == VOCAB:
+            self.most = max(self.most, result.numel() // VOCAB)
+        return result
 
 
 class Result(NamedTuple):

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
+from ...base.replaced import replaced
 from ...comm.communicator import existing_communicators
 from ...layers.gradients import is_flattened
 from ...ranks.rendezvous import group_timeout
@@ -246,7 +246,7 @@ def one_device(
             if (ours := restore_loss_function(module)) is not None:
                 stack.callback(vars(module).__setitem__, "_loss_function", ours)
         # Only some models look for documents in ``position_ids``, and not in the way of ``shard_batch``.
-        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=documents))
+        stack.enter_context(replaced(masking_utils, find_packed_sequence_indices=lambda *args, **kwargs: documents))
         if documents is not None:
             # An entry of this instance takes precedence over the entry of the class.
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)

@@ -16,7 +16,6 @@ from functools import partial
 from itertools import zip_longest
 from math import inf, isnan
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ...base.checks import check_number
+from ...base.replaced import replaced
 from ...comm.handshake import all_gather_header
 from ...comm.waiting import run
 from ...layers.gradients import shard_groups, sync_gradients
@@ -153,7 +153,7 @@ def verify(
         stack.enter_context(evaluated(model))
         shared = replace(patch.settings, batches="shared")
         stack.enter_context(
-            mock.patch.multiple(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.group)
+            replaced(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.group)
         )
         report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
     if raise_on_error and not report.ok:
