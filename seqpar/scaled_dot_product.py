@@ -20,7 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from .base.checks import check_int
+from .base.checks import check_dense, check_int
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .masks.mask import Mask
@@ -110,6 +110,8 @@ def sdpa(
     if is_causal and mask is not None:
         raise ValueError("is_causal=True and mask: expected one of them; pass mask & Mask.causal(), without is_causal")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, Tensor):
+            check_dense(name, x)
         if not isinstance(x, Tensor) or x.dim() != 4:
             shape = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: expected a tensor [batch, heads, seq, head_dim], got {shape}")

@@ -173,7 +173,7 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether all values are finite. It may be False if they are so large that their sum overflows."""
-    return all(isfinite(x.sum(dtype=accumulator(x.dtype)).item()) for x in tensors)
+    return all(isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()) for x in tensors)
 
 
 def head_dims(head_dim: int, v_head_dim: int | None) -> str:

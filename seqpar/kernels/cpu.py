@@ -79,8 +79,8 @@ class CpuBackend:
             if blind is not None:
                 out[:, blind], out_lse[..., blind] = 0, -torch.inf
             if tile.kind is not Kind.FULL and not all_finite(out):
-                rows = q[batch, queries], k[batch, keys], v[batch, keys]
-                out, out_lse = _exact.forward(*rows, _part(intervals, batch, tile), score, None, last=False)
+                inputs = q[batch, queries], k[batch, keys], v[batch, keys]
+                out, out_lse = _exact.forward(*inputs, _part(intervals, batch, tile), score, None, last=False)
             if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
                 # The first partial result, of all queries.
                 carry = out if v_dim == width else out.contiguous(), out_lse
@@ -115,12 +115,12 @@ class CpuBackend:
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
             if tile.kind is not Kind.FULL and not all_finite(*results):
-                rows = q[batch, queries], k[batch, keys], v[batch, keys]
-                part = dout[batch, queries], out[batch, queries]
-                exact = Grads(*(torch.zeros_like(x, dtype=torch.float32) for x in rows))
-                of_rows = OutputGrad(*part, tile_lse, row_delta(part[1], part[0], None))
-                _exact.backward(*rows, of_rows, _part(intervals, batch, tile), score, exact)
-                results = [grad.transpose(1, 2) for grad in exact[:3]]
+                inputs = q[batch, queries], k[batch, keys], v[batch, keys]
+                dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
+                tile_dout, tile_out = dout[batch, queries], out[batch, queries]
+                tile_output = OutputGrad(tile_dout, tile_out, tile_lse, row_delta(tile_out, tile_dout, None))
+                _exact.backward(*inputs, tile_output, _part(intervals, batch, tile), score, Grads(dq, dk, dv))
+                results = [grad.transpose(1, 2) for grad in (dq, dk, dv)]
             for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
                 grad = grad[..., : target.shape[3]]
                 if new[i] and grad.shape == target.shape:  # the first gradient, of all rows
@@ -180,9 +180,8 @@ def _tiles(intervals: KeyIntervals, batch: int) -> list[tuple[slice, Tile]]:
 def _part(intervals: KeyIntervals, batch: slice, tile: Tile) -> KeyIntervals:
     """Which keys of the tile its queries see."""
     row = batch.start if intervals.lo.shape[0] > 1 else 0
-    ends = (x[row, None, tile.q0 : tile.q1].clamp(tile.k0, tile.k1) - tile.k0 for x in (intervals.lo, intervals.hi))
-    positions = intervals.q_positions[tile.q0 : tile.q1], intervals.k_positions[tile.k0 : tile.k1]
-    return KeyIntervals(*ends, *positions)
+    lo, hi = (x[row, None, tile.q0 : tile.q1].clamp(tile.k0, tile.k1) - tile.k0 for x in (intervals.lo, intervals.hi))
+    return KeyIntervals(lo, hi, intervals.q_positions[tile.q0 : tile.q1], intervals.k_positions[tile.k0 : tile.k1])
 
 
 def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> tuple[Tensor | None, Tensor | None]:

@@ -13,11 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import Mask
@@ -329,24 +326,6 @@ def test_the_message_says_what_to_do(name: str) -> None:
     message = str(raised.value)
     missing = [word for word in words if not re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message)]
     assert not missing, f"{message!r} lacks {missing}"
-
-
-def test_dtensors_are_refused() -> None:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
-        mesh = dist.init_device_mesh("cpu", (2,))
-        sharding = seqpar.Sharding(8, mesh=mesh)
-        x = DTensor.from_local(tensor(2, 4, 4, 16), mesh, [Shard(1)])
-        calls: dict[str, Callable[[], Any]] = {
-            "q": lambda: seqpar.ring_attention(x, x, x, sharding=sharding),
-            "x": lambda: sharding.shard(x),
-            "x_local": lambda: seqpar.RingAttention(64, 4)(x.flatten(2), sharding=sharding),
-        }
-        for name, call in calls.items():
-            with pytest.raises(TypeError, match=rf"{name}: a DTensor; .* {name}\.to_local\(\) .*{name}\.full_tensor"):
-                call()
-    finally:
-        dist.destroy_process_group()
 
 
 def bad_on(bad_rank: int, rank: int) -> dict[str, tuple[dict[str, Any], str]]:

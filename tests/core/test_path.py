@@ -23,9 +23,9 @@ ROW = re.compile(r"^\| \d+ \| \*?`([\w.]+)`\*? \| `([\w/.]+)` \|", re.MULTILINE)
 # The heading of each table, and how many of the package's functions a warm forward calls at most. Comprehensions and
 # lambdas are not counted.
 MOST_CALLS = {
-    "seqpar.ring_attention(q, k, v)": 98,
-    "seqpar.ulysses_attention(q, k, v)": 117,
-    'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 327,
+    "seqpar.ring_attention(q, k, v)": 100,
+    "seqpar.ulysses_attention(q, k, v)": 118,
+    'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 328,
 }
 
 
@@ -73,7 +73,10 @@ def profile(call: Callable[[], Any]) -> tuple[int, list[str], list[str]]:
 
 
 @pytest.mark.parametrize("heading", MOST_CALLS)
-def test_tables_list_the_path(heading: str) -> None:
+def test_tables_list_the_path(heading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The simulated group writes nothing to what a rank receives. Values that are not finite would take another path.
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     with two_ranks(), torch.no_grad():
         if "ParallelAttention" in heading:
             mesh = seqpar.init_mesh(tp=2, device_type="cpu")

@@ -24,7 +24,7 @@ MASKS = (
     Mask.sliding_window(20, 9),
 )
 # Strategy, layout and options.
-CALLS: list[tuple[str, str, dict[str, Any]]] = [
+CALLS: list[tuple[str, Any, dict[str, Any]]] = [
     ("ring", "zigzag", {}),
     ("ulysses", "contiguous", {}),
     ("context_parallel", "striped", {"dropout_p": 0.2, "dropout_seed": 3}),  # on the reference
@@ -64,7 +64,7 @@ def spread(group: ProcessGroup, dtype: torch.dtype, backend: Any, seed: int) -> 
         value = torch.inf if turn % 2 else torch.nan
         inputs = {x: clean[x].masked_fill(bad[x][..., None, None], value) for x in shapes}
         strategy, layout, options = CALLS[turn % 3]
-        sharding = seqpar.Sharding(TOKENS, layout, group=group)  # type: ignore[arg-type]
+        sharding = seqpar.Sharding(TOKENS, layout, group=group)
         q, k, v = (sharding.shard(inputs[x]).requires_grad_() for x in "qkv")
         call: Any = {"strategy": strategy, "sharding": sharding, "mask": mask, "backend": backend, **options}
         out = seqpar.attention(q, k, v, **call)
