@@ -65,6 +65,8 @@ def check_int(name: str, value: object, least: int | None = None, bits: int = _S
         raise ValueError(f"{name}={value}: expected at least {least}")
     if value >= 2**bits:
         raise ValueError(f"{name}={value}: expected less than 2**{bits}")
+    if value <= -(2**bits):
+        raise ValueError(f"{name}={value}: expected more than -2**{bits}")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -309,5 +311,7 @@ def check_head_vector(name: str, x: Tensor | None, q: Tensor, batched: bool) -> 
         raise ValueError("alibi_slopes: it requires a gradient, but slopes have none; pass alibi_slopes.detach()")
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return  # it has no values yet, or the host would have to wait for a GPU
-    if x.detach().isnan().any():
-        raise ValueError(f"{name}: it has NaN in it; expected one number for each head")
+    values = x.detach()
+    if (~values.isfinite() if batched else ~(values < torch.inf)).any():
+        allowed = "finite" if batched else "finite, or -inf for a head without a sink"
+        raise ValueError(f"{name}: {values.tolist()}; expected one number for each head, {allowed}")

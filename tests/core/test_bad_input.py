@@ -173,8 +173,24 @@ BAD: dict[str, Bad] = {
         ValueError,
         ["alibi_slopes", "gradient", "detach()"],
     ),
-    "NaN sinks": (lambda: attend(sinks=tensor(4).fill_(torch.nan)), ValueError, ["sinks", "NaN"]),
-    "NaN slopes": (lambda: attend(alibi_slopes=tensor(4).fill_(torch.nan)), ValueError, ["alibi_slopes", "NaN"]),
+    "NaN sinks": (lambda: attend(sinks=tensor(4).fill_(torch.nan)), ValueError, ["sinks", "nan", "-inf"]),
+    "infinite sinks": (lambda: attend(sinks=tensor(4).fill_(torch.inf)), ValueError, ["sinks", "inf", "finite"]),
+    "NaN slopes": (lambda: attend(alibi_slopes=tensor(4).fill_(torch.nan)), ValueError, ["alibi_slopes", "nan"]),
+    "infinite slopes": (
+        lambda: attend(alibi_slopes=tensor(4).fill_(-torch.inf)),
+        ValueError,
+        ["alibi_slopes", "-inf", "finite"],
+    ),
+    "too small": (
+        lambda: seqpar.token_loss(tensor(2, 8), torch.zeros(2, 8, dtype=torch.int64), ignore_index=-(2**70)),
+        ValueError,
+        [f"ignore_index={-(2**70)}", "more than -2**61"],
+    ),
+    "a long timeout": (
+        lambda: seqpar.init_mesh(timeout=2.0**70),
+        ValueError,
+        ["timeout=1.1805916207174113e+21", f"at most {2**31} seconds"],
+    ),
     "label smoothing": (
         lambda: seqpar.vocab_parallel_cross_entropy(
             tensor(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64), 8, label_smoothing=0.1
