@@ -65,6 +65,8 @@ def check_int(name: str, value: object, least: int | None = None, bits: int = _S
         raise ValueError(f"{name}={value}: expected at least {least}")
     if value >= 2**bits:
         raise ValueError(f"{name}={value}: expected less than 2**{bits}")
+    if value <= -(2**bits):
+        raise ValueError(f"{name}={value}: expected more than -2**{bits}")
 
 
 def check_bool(name: str, value: object) -> None:
@@ -166,8 +168,8 @@ def check_dense(name: str, x: Tensor) -> None:
     """Raise unless ``x`` holds one rank's dense numbers, outside of torch.func's transforms."""
     if isinstance(x, DTensor):
         raise TypeError(
-            f"{name}: a DTensor; expected this rank's tokens as a plain tensor: pass {name}.to_local() if it has the "
-            f"tokens that the Sharding gives this rank, or shard {name}.full_tensor()"
+            f"{name}: a DTensor; expected a plain tensor: pass {name}.to_local() if it has the tokens and the heads "
+            f"that this rank computes, otherwise shard {name}.full_tensor()"
         )
     if x.is_nested:
         raise TypeError(
@@ -176,6 +178,8 @@ def check_dense(name: str, x: Tensor) -> None:
         )
     if x.layout is not torch.strided:
         raise TypeError(f"{name}: layout {x.layout}; expected a dense tensor, such as {name}.to_dense()")
+    if x.device.type == "meta":
+        raise ValueError(f"{name}: device meta holds no data; move it to cpu or cuda")
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
         raise TypeError(
             f"{name}: inside a transform of torch.func (vmap, grad, vjp, jvp), which cannot transform messages between "
@@ -189,7 +193,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
-        if transformed or isinstance(x, DTensor) or x.is_nested or x.layout is not torch.strided:
+        if transformed or isinstance(x, DTensor) or x.is_nested or x.layout is not torch.strided or x.is_meta:
             check_dense(name, x)  # says why it is refused
         if x.dim() != 4:
             raise ValueError(
@@ -197,8 +201,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) 
             )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
-        if x.device.type == "meta":
-            raise ValueError(f"{name}: device meta holds no data; move the tensors to cpu or cuda")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}; convert them to the same")
         if x.device != q.device:
@@ -246,6 +248,7 @@ def _check_latents(q: Tensor, latent: Tensor, k_rope: Tensor, weight: Tensor) ->
         raise TypeError(
             f"latent_weight: expected a tensor [heads, nope + v_head_dim, width], got {type(weight).__name__}"
         )
+    check_dense("latent_weight", weight)
     if weight.dtype != q.dtype or weight.device != q.device:
         raise TypeError(
             f"latent_weight: {weight.dtype} on {weight.device}, but q is {q.dtype} on {q.device}; convert them to the "
@@ -273,8 +276,6 @@ def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
         raise ValueError(f"x_local: shape {tuple(x.shape)}; expected [batch, seq, hidden_size={hidden_size}]")
     if x.dtype not in DTYPES:
         raise TypeError(f"x_local: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
-    if x.device.type == "meta":
-        raise ValueError("x_local: device meta holds no data; move it to cpu or cuda")
     plain = isinstance(linear, nn.Linear) and linear.weight.dtype in DTYPES
     if plain and isinstance(linear.weight, DTensor):
         plain = hasattr(linear, "local_weight")  # a tensor-parallel layer, otherwise FSDP
@@ -296,6 +297,7 @@ def check_head_vector(name: str, x: Tensor | None, q: Tensor, batched: bool) -> 
         return
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a floating-point tensor [heads], got {type(x).__name__}")
+    check_dense(name, x)
     if not x.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor [heads], got dtype {x.dtype}")
     (rows, _, heads), shape = q.shape[:3], x.shape  # ints, or variables of torch.compile
@@ -309,5 +311,7 @@ def check_head_vector(name: str, x: Tensor | None, q: Tensor, batched: bool) -> 
         raise ValueError("alibi_slopes: it requires a gradient, but slopes have none; pass alibi_slopes.detach()")
     if torch.compiler.is_compiling() or x.device.type != "cpu" or type(x) not in (Tensor, nn.Parameter):
         return  # it has no values yet, or the host would have to wait for a GPU
-    if x.detach().isnan().any():
-        raise ValueError(f"{name}: it has NaN in it; expected one number for each head")
+    values = x.detach()
+    if (~values.isfinite() if batched else ~(values < torch.inf)).any():
+        allowed = "finite" if batched else "finite, or -inf for a head without a sink"
+        raise ValueError(f"{name}: {values.tolist()}; expected one number for each head, {allowed}")

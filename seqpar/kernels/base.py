@@ -6,6 +6,7 @@ Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isfinite
 from typing import NamedTuple, Protocol
 
 import torch
@@ -168,6 +169,11 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
     dtype = accumulator(q.dtype)
     acc = q.new_zeros(batch, q_len, heads, dim if v_head_dim is None else v_head_dim, dtype=dtype)
     return acc, q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether all values are finite. It may be False if they are so large that their sum overflows."""
+    return all(isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()) for x in tensors)
 
 
 def head_dims(head_dim: int, v_head_dim: int | None) -> str:

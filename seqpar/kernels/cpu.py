@@ -2,6 +2,8 @@
 
 The kernel has neither a carry nor key intervals. It does return ``lse``, and its backward accepts any ``out`` and
 ``lse``: so the gradient of one tile of a larger attention is a call with that attention's final ``out`` and ``lse``.
+In the kernel a value that is not finite reaches rows of the tile that do not see it, because ``0 * nan`` is nan. So the
+reference computes a tile whose results are not finite.
 
 Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim of q and k, e head_dim of v. The kernel wants
 heads before the sequence, and one head_dim: the narrower tensors get zeros, which change nothing, inside each call.
@@ -14,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..schedule.rows import KeyIntervals
-from .base import Carry, Grads, OutputGrad, Score, empty_carry, finish, merge_
+from .base import Carry, Grads, OutputGrad, Score, all_finite, empty_carry, finish, merge_, row_delta
+from .reference import ReferenceBackend
 from .tiles import Kind, Tile, tiles
 
 # PyTorch's kernel computes blocks of so many keys. A causal tile leaves out whole blocks only.
@@ -24,6 +27,7 @@ _MASKED_PAIR = 1.5
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_exact = ReferenceBackend()
 
 
 class CpuBackend:
@@ -74,6 +78,9 @@ class CpuBackend:
             out = out.transpose(1, 2)[..., :v_dim]  # [b, q, h, e]
             if blind is not None:
                 out[:, blind], out_lse[..., blind] = 0, -torch.inf
+            if tile.kind is not Kind.FULL and not all_finite(out):
+                inputs = q[batch, queries], k[batch, keys], v[batch, keys]
+                out, out_lse = _exact.forward(*inputs, _part(intervals, batch, tile), score, None, last=False)
             if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
                 # The first partial result, of all queries.
                 carry = out if v_dim == width else out.contiguous(), out_lse
@@ -107,6 +114,13 @@ class CpuBackend:
                 attn_mask=mask,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
+            if tile.kind is not Kind.FULL and not all_finite(*results):
+                inputs = q[batch, queries], k[batch, keys], v[batch, keys]
+                dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
+                tile_dout, tile_out = dout[batch, queries], out[batch, queries]
+                tile_output = OutputGrad(tile_dout, tile_out, tile_lse, row_delta(tile_out, tile_dout, None))
+                _exact.backward(*inputs, tile_output, _part(intervals, batch, tile), score, Grads(dq, dk, dv))
+                results = [grad.transpose(1, 2) for grad in (dq, dk, dv)]
             for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
                 grad = grad[..., : target.shape[3]]
                 if new[i] and grad.shape == target.shape:  # the first gradient, of all rows
@@ -161,6 +175,13 @@ def _tiles(intervals: KeyIntervals, batch: int) -> list[tuple[slice, Tile]]:
     if intervals.lo.shape[0] == 1:
         return [(slice(0, batch), tile) for tile in tiles(intervals, 0)]
     return [(slice(row, row + 1), tile) for row in range(intervals.lo.shape[0]) for tile in tiles(intervals, row)]
+
+
+def _part(intervals: KeyIntervals, batch: slice, tile: Tile) -> KeyIntervals:
+    """Which keys of the tile its queries see."""
+    row = batch.start if intervals.lo.shape[0] > 1 else 0
+    lo, hi = (x[row, None, tile.q0 : tile.q1].clamp(tile.k0, tile.k1) - tile.k0 for x in (intervals.lo, intervals.hi))
+    return KeyIntervals(lo, hi, intervals.q_positions[tile.q0 : tile.q1], intervals.k_positions[tile.k0 : tile.k1])
 
 
 def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> tuple[Tensor | None, Tensor | None]:

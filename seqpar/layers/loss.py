@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..base.checks import DTYPES, check_choice, check_int, no_compile
+from ..base.checks import DTYPES, check_choice, check_dense, check_int, no_compile
 from ..base.library import operator
 from ..comm.collectives import all_gather, all_reduce
 from ..comm.handshake import all_gather_header, check_same
@@ -111,6 +111,8 @@ def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str, sh
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
         what = f"{labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"labels: expected an integer tensor [batch, seq_local], got {what}")
+    check_dense("losses", losses)
+    check_dense("labels", labels)
     if losses.dim() == 1 and losses.shape == labels.shape:
         raise ValueError(
             f"losses and labels: flattened, {tuple(losses.shape)}; expected [batch, seq_local], as from "

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..base.checks import check_int
+from ..base.checks import check_dense, check_int
 from .runs import UNBOUNDED, Runs
 
 
@@ -337,6 +337,7 @@ def ints(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, np.ndarray):
         value = _as_tensor(name, value)
     if isinstance(value, Tensor):
+        check_dense(name, value)
         if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool or value.dim() > 1:
             raise TypeError(
                 f"{name}: expected a one-dimensional integer tensor, got {value.dtype} of {value.dim()} dimensions"
@@ -358,6 +359,7 @@ def batch_rows(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
     if isinstance(value, np.ndarray):
         value = _as_tensor(name, value)
     if isinstance(value, Tensor) and value.dim() == 2:
+        check_dense(name, value)
         value = list(value)
     nested = isinstance(value, Sequence) and any(
         isinstance(row, Sequence) or (isinstance(row, Tensor | np.ndarray) and row.ndim == 1) for row in value

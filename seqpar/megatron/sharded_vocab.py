@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ..base.checks import DTYPES
+from ..base.checks import DTYPES, check_dense
 from ..base.compile_types import Opaque, register_constant_type
 from ..base.library import operator
 from ..comm.collectives import all_gather, all_reduce
@@ -44,6 +44,7 @@ def check_float_tensor(name: str, x: Tensor, shape: str) -> None:
     if not isinstance(x, Tensor) or x.dtype not in DTYPES:
         got = f"dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name}: expected a floating-point tensor {shape}, got {got}")
+    check_dense(name, x)
 
 
 def check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | None = None) -> None:
@@ -55,6 +56,7 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | N
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.dtype != torch.int64:
         got = f"{ids.dtype} {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise TypeError(f"{name}: expected an int64 tensor [batch, seq], got {got}")
+    check_dense(name, ids)
     if torch.compiler.is_compiling():
         return
     allowed = f"0 to {num_embeddings - 1}"

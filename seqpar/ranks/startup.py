@@ -119,6 +119,9 @@ def _own_device(device_id: torch.device | int | None) -> torch.device:
     return torch.device("cuda", device_id)
 
 
+_LONGEST_S = 2**31  # 68 years, less than PyTorch's and the operating system's limits
+
+
 def check_timeout(timeout: timedelta | float | None) -> timedelta | None:
     """``timeout`` as a timedelta."""
     if timeout is None:
@@ -128,6 +131,8 @@ def check_timeout(timeout: timedelta | float | None) -> timedelta | None:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"timeout={timeout}: expected a positive number of seconds")
+    if seconds > _LONGEST_S:
+        raise ValueError(f"timeout={timeout}: expected at most {_LONGEST_S} seconds")
     return timedelta(seconds=seconds)
 
 

@@ -300,7 +300,8 @@ WAITS = (
 
 def test_waits_end() -> None:
     calls = [partial(waits_in_vain, how=how) for how, *_ in WAITS[:-1]]
-    for (how, said, seconds), results in zip(WAITS, at_once(2, [*calls, does_not_connect], True), strict=True):
+    found: list[Any] = at_once(2, [*calls, does_not_connect], True)
+    for (how, said, seconds), results in zip(WAITS, found, strict=True):
         message, took = results[0]
         assert re.search(said, message), (how, message)
         assert took < seconds, how

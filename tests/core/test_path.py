@@ -27,9 +27,9 @@ ROW = re.compile(r"^\| \d+ \| \*?`([\w.]+)`\*? \| `([\w/.]+)` \|", re.MULTILINE)
 # The heading of each table, and how many of the package's functions a warm forward calls at most. Comprehensions and
 # lambdas are not counted.
 MOST_CALLS = {
-    "seqpar.ring_attention(q, k, v)": 106,
-    "seqpar.ulysses_attention(q, k, v)": 127,
-    'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 329,
+    "seqpar.ring_attention(q, k, v)": 108,
+    "seqpar.ulysses_attention(q, k, v)": 128,
+    'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 330,
 }
 
 
@@ -89,7 +89,10 @@ def layer_on_two_ranks() -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("heading", MOST_CALLS)
-def test_tables_list_the_path(heading: str) -> None:
+def test_tables_list_the_path(heading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The simulated group writes nothing to what a rank receives. Values that are not finite would take another path.
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch.Tensor, "new_empty", torch.Tensor.new_zeros)
     with two_ranks(), torch.no_grad():
         if "ParallelAttention" in heading:
             number, calls, _ = profile(layer_on_two_ranks())
