@@ -29,11 +29,11 @@ ROW = re.compile(r"^\| \d+ \| \*?`([\w.]+)`\*? \| `([\w/.]+)` \|", re.MULTILINE)
 MOST_CALLS = {
     "seqpar.ring_attention(q, k, v)": 108,
     "seqpar.ulysses_attention(q, k, v)": 128,
-    'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 330,
+    'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 332,
 }
 
 
-MOST_CALLS_IN_SHARED_MEMORY = 640
+MOST_CALLS_IN_SHARED_MEMORY = 660
 
 
 def stops(heading: str) -> list[str]:
