@@ -348,3 +348,20 @@ def error_that_nobody_waits_for(group: ProcessGroup, port: int) -> tuple[str, st
 def test_an_error_is_shown_soon_though_no_other_rank_comes(own: OwnPool) -> None:
     kind, message, seconds = own.pool.run(2, error_that_nobody_waits_for, own.port)[1]
     assert kind == "ValueError" and "layout" in message and seconds < 20
+
+
+@on_ranks
+def unshard_that_one_rank_does_not_use(group: ProcessGroup, port: int) -> tuple[str, str, float]:
+    """Rank 1 does not use what it has unsharded, so it does not take part in the backward."""
+    world = start(port, "unshard", group.rank(), group.size(), 1.0)
+    x = torch.ones(1, 2, 4, requires_grad=True)
+    y = seqpar.Sharding(2 * world.size(), "contiguous", group=world).unshard(x)
+    result = error_of((x if world.rank() == 1 else y).sum().backward)
+    stay_for_the_others(port, "end of unshard", world, [1])
+    return result
+
+
+def test_one_rank_does_not_use_what_it_has_unsharded(own: OwnPool) -> None:
+    (kind, message, _), (others, _, _) = own.pool.run(2, unshard_that_one_rank_does_not_use, own.port)
+    assert kind == "RuntimeError" and others == "nothing"
+    assert message.startswith("the backward of unshard: rank(s) [1] of the job did not arrive"), message
