@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from .base.checks import check_head_vector, check_inputs, no_compile
 from .comm.collectives import all_gather_single
 from .comm.trace import count_sent
-from .comm.waiting import run
+from .comm.waiting import operation, run
 from .functional import attention
 from .kernels import select
 from .kernels.base import Carry, Score, empty_carry, finish, merge_
@@ -356,6 +356,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Sco
     return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)
 
 
+@operation("attention of new tokens")
 def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup | None) -> Carry:
     """Merge the partial results of all ranks, in the order of the ranks: the result is bitwise equal on all ranks."""
     ranks = size_of(group)

@@ -355,8 +355,9 @@ class _Modules:
                 raise RuntimeError(
                     f"modules: {_name(module)} called no F.scaled_dot_product_attention that replace_sdpa could "
                     "replace, so that no token has seen another rank's tokens in it; it computes attention in another "
-                    "thread, in TorchScript or with another function: call F.scaled_dot_product_attention or "
-                    "seqpar.attention in the thread of the block; or pass None for it if its keys are not sharded"
+                    "thread, in TorchScript or with another function: call F.scaled_dot_product_attention in the "
+                    "thread of the block; leave the module out if it calls seqpar.attention itself; or pass None for "
+                    "it if its keys are not sharded"
                 )
 
         for module in self.masks:

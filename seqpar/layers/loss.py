@@ -157,6 +157,7 @@ def mean_over_tokens(
     return total / count, torch.where(counts, share, 0.0)
 
 
+@operation("token_loss")
 def _labels_of_losses(losses: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
     """The label of each of ``losses``, which are for this rank's tokens or for the tokens of all ranks of tp.
 

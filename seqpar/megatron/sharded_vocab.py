@@ -27,6 +27,7 @@ from ..base.checks import DTYPES, check_dense
 from ..base.compile_types import Opaque, register_constant_type
 from ..base.library import operator
 from ..comm.collectives import all_gather, all_reduce
+from ..comm.waiting import operation
 from ..placement.layout import chunk_range
 from ..placement.placement import ParallelContext
 from ..ranks.mesh import rank_in, size_of, tensor_group
@@ -37,6 +38,7 @@ from ..strategies.tensor_operators import ChunkOptions, chunks_of, lengths_of, n
 
 # The label of tokens without loss, by default. No id has it.
 IGNORE_INDEX = -100
+_NAME = "losses of a sharded vocabulary"  # of their collectives, in errors
 
 
 def check_float_tensor(name: str, x: Tensor, shape: str) -> None:
@@ -129,6 +131,7 @@ class VocabPart(Opaque):
         target = (logits.gather(-1, index) * is_local)[..., 0]
         return [row_max, logits.sub_(row_max[..., None]).exp_().sum(-1), target]
 
+    @operation(_NAME)
     def losses(self, statistics: list[Tensor], labels: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
         """The losses and the log-sum-exp over the whole vocabulary, from the statistics of every rank's part."""
         row_max, row_sum, target = statistics
@@ -144,6 +147,7 @@ class VocabPart(Opaque):
             probs.scatter_add_(-1, index, -is_local.to(probs.dtype))
 
 
+@operation("ids of a sharded vocabulary")
 def _gather_ids(ids: Tensor, lengths: Sequence[int], group: ProcessGroup | None) -> Tensor:
     """All ranks' ids ``[b, t]``, a new tensor also where there is one rank."""
     return all_gather(ids, lengths, 1, group).clone(memory_format=torch.contiguous_format)
@@ -253,7 +257,8 @@ def vocab_cross_entropy_backward(
     """The gradient of the logits ``[b, t, v]``, from ``dlosses [b, t]`` of every rank."""
     group = tensor_group(sharding.mesh, sharding.group)
     part = VocabPart.of_rank(num_embeddings, group, ignore_index)
-    dlosses = all_reduce(dlosses.masked_fill(all_labels == ignore_index, 0), group)  # every rank holds the losses
+    with operation(f"the backward of {_NAME}"):
+        dlosses = all_reduce(dlosses.masked_fill(all_labels == ignore_index, 0), group)  # every rank holds the losses
     dlogits = probs.clone()
     part.subtract_targets(dlogits, all_labels)
     return dlogits.mul_(dlosses[..., None])
@@ -349,8 +354,8 @@ def vocab_linear_cross_entropy_backward(
     """The gradients of ``x``, ``weight`` and ``bias`` that are ``needed``, from ``dlosses [b, t]`` of every rank."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     need_x, need_weight, need_bias = needed
-    # Every rank holds the losses.
-    dlosses = all_reduce(dlosses.masked_fill(all_labels == part.ignore_index, 0), chunks.group)
+    with operation(f"the backward of {_NAME}"):  # every rank holds the losses
+        dlosses = all_reduce(dlosses.masked_fill(all_labels == part.ignore_index, 0), chunks.group)
     # Summed over the chunks, so in float32.
     dweight = torch.zeros_like(weight, dtype=sum_dtype(weight)) if need_weight else None
     dbias = torch.zeros_like(bias, dtype=sum_dtype(bias)) if bias is not None and need_bias else None

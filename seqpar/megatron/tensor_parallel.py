@@ -22,6 +22,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..base.checks import check_choice, check_hidden, check_int, check_options, no_compile
 from ..comm.collectives import all_reduce
 from ..comm.handshake import all_gather_header, check_same
+from ..comm.waiting import operation
 from ..layers.attention import NORM_EPS, AttentionLayer
 from ..placement.heads import Heads
 from ..placement.placement import ParallelContext
@@ -125,7 +126,8 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
 
     def _output(self, out: Tensor, tokens: ShardedTokens | None) -> Tensor:
         if tokens is None and self._tensor_ranks > 1:  # new tokens of a generation, which every rank has
-            y = all_reduce(F.linear(out, self.o_proj.local_weight("weight")), self._parallel_context.tensor)
+            with operation("MegatronAttention"):
+                y = all_reduce(F.linear(out, self.o_proj.local_weight("weight")), self._parallel_context.tensor)
             return y if self.o_proj.bias is None else y.add(self.o_proj.local_weight("bias"))
         return row_linear(out, self.o_proj, tokens)
 

@@ -16,7 +16,6 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.checks import check_bool, check_choice, check_dense, check_int, no_compile
 from ..base.compile_types import Opaque, register_reference_type
-from ..comm.waiting import operation
 from ..placement.layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
 from ..placement.placement import ANY_RANKS, ParallelContext, Placement
 from ..placement.strategies import STRATEGIES, StrategyName, resolve
@@ -206,8 +205,7 @@ class Sharding(Opaque):
         if self.sequence_group is None:
             return x_local
         global_ranks(self.sequence_group)  # raises if the group has been destroyed
-        with operation("unshard"):
-            out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
+        out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
         return out
 
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..comm.collectives import all_gather, sum_shards
+from ..comm.waiting import operation
 from ..placement.layout import TokenLayout, shard_ranges
 
 
@@ -25,6 +26,7 @@ def local_shard(x: Tensor, dim: int, tokens: TokenLayout, rank: int) -> Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
 
+@operation("unshard")
 def _all_gather_shards(x_local: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
     ranges = [shard_ranges(tokens.seq_len, tokens.ranks, rank, tokens.layout) for rank in range(tokens.ranks)]
     lengths = [sum(map(len, of_rank)) for of_rank in ranges]
@@ -59,7 +61,8 @@ class _SumShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
         ctx.constants = dim, tokens, group
-        return sum_shards([local_shard(x, dim, tokens, rank) for rank in range(tokens.ranks)], dim, group)
+        with operation("the backward of unshard"):
+            return sum_shards([local_shard(x, dim, tokens, rank) for rank in range(tokens.ranks)], dim, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

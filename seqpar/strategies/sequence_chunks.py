@@ -20,12 +20,13 @@ from ..base.cache import cached_tensors
 from ..comm.collectives import all_gather, all_to_all_single, reduce_scatter
 from ..comm.p2p import Link, connect, exchange
 from ..comm.trace import count_sent
-from ..comm.waiting import Pending, run
+from ..comm.waiting import Pending, operation, run
 from ..placement.layout import TokenLayout, split_range
 from ..ranks.mesh import rank_in, size_of
 from .gemm import sum_dtype
 from .symmetric_memory import symmetric_memory_reason
 
+_NAME = "a tensor-parallel layer"  # of the collectives, in errors
 Overlap = Literal["auto", "ring", "symm_mem", "none"]
 OVERLAPS: tuple[str, ...] = get_args(Overlap)
 
@@ -175,6 +176,7 @@ class SequenceChunks:
         nbytes = max(self.rows.lengths) * x.shape[0] * width * x.element_size()
         return nbytes // parts >= _MIN_MESSAGE_BYTES.get(x.device.type, _MIN_MESSAGE_BYTES["cuda"])
 
+    @operation(_NAME)
     def all_gather(self, chunk: Tensor) -> Tensor:
         """The full sequence ``[b, t, ...]`` from every rank's ``chunk [b, s, ...]``, in one collective."""
         full = all_gather(chunk, self.rows.lengths, 1, self.group)
@@ -182,6 +184,7 @@ class SequenceChunks:
             return full
         return torch.empty_like(full).index_copy_(1, self.rows.order, full)
 
+    @operation(_NAME)
     def reduce_scatter(self, full: Tensor) -> Tensor:
         """Sum ``full [b, t, ...]`` over the ranks and keep this rank's tokens ``[b, s, ...]``, in one collective.
 

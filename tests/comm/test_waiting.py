@@ -97,6 +97,15 @@ def different_calls(world: ProcessGroup) -> tuple[str, str, float]:
     return error_of(lambda: sharding.unshard(torch.zeros(1, 8)))
 
 
+@on_ranks
+def unused_unshard(world: ProcessGroup) -> tuple[str, str, float]:
+    """Rank 1 does not use what it has unsharded, so it does not take part in the backward."""
+    x = torch.ones(1, 2, 4, requires_grad=True)
+    y = seqpar.Sharding(2 * world.size(), "contiguous", group=world).unshard(x)
+    limit_waits(TIMEOUT_S)
+    return error_of((x if world.rank() == 1 else y).sum().backward)
+
+
 # The calls of ``one_rank_raises_before``, and whether it is a later one.
 RAISES = [(name, False) for name in ("handshake", "ring", "layer", "tp_sp", "init_mesh")]
 RAISES += [(name, True) for name in ("handshake", "ring", "ulysses", "layer with a length", "init_mesh")]
@@ -108,7 +117,7 @@ def errors() -> dict[Any, list[tuple[str, str, float]]]:
     calls: dict[Any, Callable[[ProcessGroup], tuple[str, str, float]]] = {
         (name, ready): partial(one_rank_raises_before, name=name, ready=ready) for name, ready in RAISES
     }
-    calls |= {"different calls": different_calls, "between GPUs": wait_between_gpus}
+    calls |= {"different calls": different_calls, "between GPUs": wait_between_gpus, "unused": unused_unshard}
     return dict(zip(calls, at_once(3, [*calls.values()]), strict=True))
 
 
@@ -130,6 +139,14 @@ def test_ranks_make_different_calls(errors: dict[Any, list[tuple[str, str, float
         if rank == 1:
             here, others = "handshake", "rank 0 in unshard, rank 2 in unshard"
         assert kind == "RuntimeError" and f"{here}: other ranks wait elsewhere ({others})" in message, message
+
+
+def test_one_rank_does_not_use_what_it_has_unsharded(errors: dict[Any, list[tuple[str, str, float]]]) -> None:
+    for rank, (kind, message, _) in enumerate(errors["unused"]):
+        if rank == 1:
+            assert kind == "nothing", message
+        else:
+            assert kind == "RuntimeError" and message.startswith("the backward of unshard: rank(s) [1"), message
 
 
 @on_ranks
