@@ -31,7 +31,7 @@ from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
 from .per_rank import call
 from .state import NAME, Batches, Outputs, Patch, Settings, patch_of
-from .support import attention_layers, check_adapters, check_model, masks_like, pools_last_token, text_model
+from .support import check_adapters, check_model, masks_like, pools_last_token, text_model
 from .trial import Trial
 from .verification.monitoring import verify_while_training
 
@@ -141,8 +141,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     if not roots:
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
     check_adapters(model.modules())
-    layers = attention_layers(model)
-    trials = {root: check_model(root, layers) for root in roots}
+    trials = {root: check_model(root) for root in roots}
+    layers = {module: None for trial in trials.values() for module in trial.attention_modules}
     loss_ranks = None if placement.sequence is None else all_ranks_group(mesh, group)
     patch = Patch(settings, mesh, group, placement.sequence, loss_ranks, ulysses_ranks=size_of(placement.ulysses))
     for root, trial in trials.items():
@@ -154,11 +154,11 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     texts = [text_model(root) for root in roots]
     patch.implementation = masks_like(roots[0])
     _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
-    for module in (*roots, *layers.values()):
+    for module in (*roots, *layers):
         module._seqpar = patch
         patch.undo.callback(delattr, module, "_seqpar")
         patch.modules.append(module)
-    for layer in layers.values():
+    for layer in layers:
         enable_latent_kv(layer)
         patch.undo.callback(disable_latent_kv, layer)
     for root in roots:
@@ -191,8 +191,6 @@ def restore(model: Model) -> Model:
 
 def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
     """Compare the masks that ``root`` asked for in the trial run with its layers. The results go to ``patch``."""
-    if trial.error is not None:
-        return
     names = {module: name for name, module in root.named_modules()}
     claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.attention_calls]
     masks = [model_mask(**arguments) for arguments in trial.mask_calls]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
-import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from inspect import Parameter
@@ -30,24 +28,10 @@ from ..memory.weights import CACHE_ARGUMENTS
 from .state import NAME
 from .trial import Trial, run_trial
 
-# ``check_model`` checks class names before the trial run. This takes no time, its error names the whole layer, and it
-# also finds layers that mix tokens only in longer sequences.
-
-# Class names of layers that mix tokens. Such a layer would mix the tokens of one rank only, unless it is an attention
-# layer that uses the interface, or contains one.
-_MIXES_TOKENS = re.compile(
-    r"attention|attn|^mobilebertembeddings|mamba|mixer(?!mlp)|deltanet|rwkv|recurrent|rglru|retention|hyena|shortconv|timemix|mlstm|slstm",
-    re.IGNORECASE,
-)
-# Class names of modules that match ``_MIXES_TOKENS``, but act on each token alone.
-_ACTS_ON_EACH_TOKEN = re.compile(r"(norm|(?<!^mobilebert)embeddings?|mlp|output|dropout)$", re.IGNORECASE)
-# Class names of modules that select keys for an attention layer. They would select among the keys of one rank only.
-_CHOOSES_KEYS = re.compile(r"indexer", re.IGNORECASE)
-_INTERFACE = ("ALL_ATTENTION_FUNCTIONS", "attention_interface(")  # in the source of a layer that uses the interface
 # The functions of transformers that are replaced, and that compute softmax attention with the mask of the model.
 _ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
 _MASKS = (eager_mask, sdpa_mask, flash_attention_mask, flex_attention_mask)
-_POOLER = re.compile(r"pooler$", re.IGNORECASE)
+# These mix tokens. A module that did not run in the trial run may be of these classes only outside of the text model.
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
@@ -123,54 +107,27 @@ def parameters_of(module: nn.Module) -> list[str]:
     return [*names, *variadic]
 
 
-def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules outside of towers that call an attention function of transformers' interface, by name."""
-    in_towers: set[nn.Module] = set()
-    for root in model.modules():
-        if isinstance(root, PreTrainedModel) and (text := text_model(root)) is not root:
-            in_towers |= {*root.modules()} - {*text.modules()}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if module not in in_towers and any(x in _forward_source(type(module)) for x in _INTERFACE)
-    }
+def attention_layers(root: PreTrainedModel) -> dict[str, nn.Module]:
+    """The layers of a parallelized model that call the attention function, by name."""
+    return {name: module for name, module in root.named_modules() if name and "_seqpar" in vars(module)}
 
 
-def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
-    """Raise an error, with the name of the layer, if ``model`` would compute wrong results on a sharded sequence.
-
-    ``layers`` are its ``attention_layers``. Attention layers that only the trial run finds are added.
-    """
+def check_model(model: PreTrainedModel) -> Trial:
+    """Raise an error, with the name of the layer, if ``model`` would compute wrong results on a sharded sequence."""
     name = type(model).__name__
-    for reason in _reasons(model, layers):
+    for reason in _reasons(model):
         raise ValueError(f"model={name}: {reason}")
     trial = run_trial(model)
     for reason in (*_reasons_of_functions(trial, model), *_reasons_of_trial(trial, model)):
         raise ValueError(f"model={name}: {reason}")
-    if trial.error is not None:
-        warnings.warn(
-            f"model={name}: its trial run on a few tokens failed ({type(trial.error).__name__}: {trial.error}), so "
-            "that only the names of its layers were checked; compare it with one device by seqpar.hf.verify",
-            stacklevel=3,
-        )
-    else:
-        unnamed = set(trial.attention_modules) - set(layers.values())
-        layers.update({name: m for name, m in model.named_modules() if m in unnamed})
     return trial
 
 
-def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[str]:
+def _reasons(model: PreTrainedModel) -> Iterator[str]:
     """Why ``model`` cannot be parallelized, by its classes and its config."""
     if getattr(model.config, "is_encoder_decoder", False):
         yield "encoder-decoder models attend across two sequences; give a decoder or an encoder"
     text = text_model(model)
-    if (mixer := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
-        yield (
-            f"layer {mixer[0]!r} ({mixer[1]}) mixes tokens but does not use transformers' AttentionInterface; such a "
-            "layer cannot be sharded along the sequence"
-        )
-    if not layers:
-        yield "none of its layers uses transformers' AttentionInterface"
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type not in _LAYER_TYPES:
@@ -197,8 +154,6 @@ def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[s
                 f"layer {name!r} ({type(module).__name__}) drops whole layers at random, layerdrop={module.layerdrop}, "
                 "and the ranks would drop different ones; set its layerdrop to 0"
             )
-        if _POOLER.search(type(module).__name__):
-            yield f"{_pools(name, type(module).__name__)}; create the model with add_pooling_layer=False"
 
 
 def _reasons_of_functions(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
@@ -254,34 +209,26 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             "number than 0, and a rank has only some of the tokens"
         )
     if trial.pooler is not None and not pools_last_token(model):
-        yield f"{_pools(*trial.pooler)}; use the model without this layer"
-
-
-def _pools(name: str, class_name: str) -> str:
-    return f"layer {name!r} ({class_name}) pools the tokens in its input, and a rank has only some of the tokens"
-
-
-def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:
-    """Name and class of a layer that mixes tokens without the interface: the innermost that is no plain operator."""
-    supported = set(map(id, layers.values()))
-    mixers = {}
-    for name, module in model.named_modules():
-        if any(name.startswith(layer + ".") for layer in layers):  # inside a supported layer: a norm, a gate
-            if isinstance(module, _OPERATORS) or _CHOOSES_KEYS.search(type(module).__name__):
-                return name, type(module).__name__
-            continue
-        if not any(id(child) in supported for child in module.modules()) and _mixes_tokens(module):
-            mixers[name] = module
-    for name, module in mixers.items():
-        inner = (m for n, m in mixers.items() if n.startswith(name + ".") or (name == "" and n))
-        if all(isinstance(m, _OPERATORS) for m in inner):
-            return name, type(module).__name__
-    return None
-
-
-def _mixes_tokens(module: nn.Module) -> bool:
-    name = type(module).__name__
-    return isinstance(module, _OPERATORS) or bool(_MIXES_TOKENS.search(name) and not _ACTS_ON_EACH_TOKEN.search(name))
+        name, class_name = trial.pooler
+        yield (
+            f"layer {name!r} ({class_name}) pools the tokens in its input, and a rank has only some of the tokens; use "
+            "the model without this layer (add_pooling_layer=False)"
+        )
+    if trial.error is not None:
+        name, class_name = trial.failed
+        yield (
+            f"its trial run on a few tokens failed in layer {name!r} ({class_name}): {type(trial.error).__name__}: "
+            f"{trial.error}. Without it, it is not known whether the layers mix tokens; they must run without a mask "
+            "and without a cache, and attend through transformers' AttentionInterface"
+        )
+    elif not trial.attention_modules:
+        yield "none of its layers uses transformers' AttentionInterface"
+    for name, module in text_model(model).named_modules():
+        if isinstance(module, _OPERATORS) and module not in trial.ran:
+            yield (
+                f"layer {name!r} ({type(module).__name__}) mixes tokens, and did not run in a trial run on a few "
+                "tokens, so that it is not known whether these belong to the sequence; parallelize the text model alone"
+            )
 
 
 def computes_cross_entropy(model: nn.Module) -> bool:

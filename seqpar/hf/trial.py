@@ -20,7 +20,7 @@ embeddings. Of several layers of the same kind, only the first one runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -71,6 +71,7 @@ class Trial:
         self.records = True  # False in the last two runs
         self.counts_only = False  # whether a run looks only for modules that count tokens
         self.error: Exception | None = None  # what ended the trial run
+        self.ran: set[nn.Module] = set()  # the modules whose forward was called
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
@@ -82,11 +83,14 @@ class Trial:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # The module whose forward calls this one may have mixed the arguments.
         self._check((*args, *kwargs.values()), self._running[-1] if self._running else self._root)
+        self.ran.add(module)
         self._running.append(module)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
-        self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
+        # The last one is the outermost module that returns the tensor alone, or the innermost that returns it at all.
+        at = len(self._pooled) if isinstance(output, Tensor) else 0
+        self._pooled[at:at] = [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
         self._check(output, module)
 
     def attend(
@@ -101,10 +105,16 @@ class Trial:
         self._check([x.transpose(1, 2) for x in (q, k, v)], module)
         return attend_to_own_token(module, q, k, v)
 
+    @property
+    def failed(self) -> tuple[str, str]:
+        """Name and class of the innermost module in which the trial run ended with an error."""
+        module = self._running[-1] if self._running else self._root
+        return self._names.get(module, ""), type(module).__name__
+
     def check_output(self, output: Any) -> None:
         self._check(output, self._root)
         for x in _tensors(output):
-            module = next((module for y, module in self._pooled if y is x), None)
+            module = next((module for y, module in reversed(self._pooled) if y is x), None)
             if module is not None and self.pooler is None:
                 self.pooler = self._names[module], type(module).__name__
         if not any(bool(x.isfinite().all()) for x in _tensors(output)):
@@ -164,9 +174,18 @@ def _attend_to_token_before(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) 
     return (v + score).transpose(1, 2).contiguous().to(v.dtype), None
 
 
-@torch.no_grad()
 def run_trial(root: PreTrainedModel) -> Trial:
     """Run ``root`` on a few tokens, and find the modules that mix tokens. ``root`` is unchanged afterwards."""
+    trial = _run(root, {})
+    if trial.error is not None and "labels" in inspect.signature(root.forward).parameters:
+        with_labels = _run(root, {"labels"})  # a forward of the user's may need them
+        return trial if with_labels.error is not None else with_labels
+    return trial
+
+
+@torch.no_grad()
+def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
+    """The trial run with the arguments ``also``, which get the ids of the tokens."""
     trial = Trial(root)
     implementation = root.config.get_text_config()._attn_implementation
 
@@ -191,7 +210,7 @@ def run_trial(root: PreTrainedModel) -> Trial:
             stack.enter_context(functions)
             parameters = inspect.signature(root.forward).parameters
             arguments: dict[str, Any] = {
-                "input_ids": ids,
+                **dict.fromkeys(("input_ids", *also), ids),
                 **({"use_cache": False} if "use_cache" in parameters else {}),
             }
             positions = torch.arange(trial.length, device="cpu").repeat(trial.rows, 1)
@@ -199,8 +218,9 @@ def run_trial(root: PreTrainedModel) -> Trial:
             output = root(position_ids=positions, **arguments)
             callers = set(trial.attention_modules)
             for layer, first in same_kind:
-                pairs = zip(layer.modules(), first.modules(), strict=True)
+                pairs = [*zip(layer.modules(), first.modules(), strict=True)]
                 trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
+                trial.ran |= {m for m, first_m in pairs if first_m in trial.ran}
             trial.check_output(output)
             masks = len(trial.mask_calls)
 
@@ -216,7 +236,7 @@ def run_trial(root: PreTrainedModel) -> Trial:
                 trial.find_longest(counts)
                 functions.last_index = None
             trial.records = False
-            arguments["input_ids"] = ids[-1:]
+            arguments |= dict.fromkeys(("input_ids", *also), ids[-1:])
             if "attention_mask" in parameters:
                 arguments["attention_mask"] = (torch.arange(trial.length) >= _SHIFT).long()[None]
             outputs = []
@@ -387,6 +407,8 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
             module.training = False
+            if _is_quantized(module):
+                vars(module)["forward"] = partial(_linear, features=module.out_features)
         for config in _configs(root):
             for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
                 if hasattr(config, name):
@@ -404,6 +426,13 @@ def _set_entries(attributes: dict[str, Any], values: dict[str, Any]) -> None:
 def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
     configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
     return list(configs.values())
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer with integer weights, of which only its class knows how they multiply."""
+    packed = any(x.numel() > 1 and not x.is_floating_point() for x in (*module.parameters(), *module.buffers()))
+    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
+    return packed and not any(module.children()) and all(isinstance(size, int) for size in sizes)
 
 
 def _substitute(x: Tensor) -> Tensor:

@@ -57,6 +57,9 @@ def with_module(path: str, module: nn.Module) -> Any:
 class SlowAttention(nn.Module):
     """Attention that does not use transformers' interface."""
 
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor, None]:
+        return hidden_states.cumsum(1), None
+
 
 def small(name: str, config: str, **arguments: Any) -> Any:
     """A parallelized model of a class of transformers."""
@@ -247,7 +250,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "state space": (
         lambda: small("MambaForCausalLM", "Mamba", hidden_size=16, num_hidden_layers=1, state_size=4),
-        r"\(MambaMixer\) mixes tokens",
+        "layer 0 is of type 'linear_attention'; only full_attention",
     ),
     "two towers": (
         lambda: parallel(transformers.CLIPModel(transformers.CLIPConfig(text_config=CLIP, vision_config=CLIP))),
@@ -506,11 +509,43 @@ def test_refused_mixer_with_an_unknown_name(mix: str, where: str) -> None:
     parallel(with_blend("none", where if where != "instead of attention" else "mlp"))
 
 
-def test_warning_of_a_failed_trial_run() -> None:
+def test_a_failed_trial_run_is_refused() -> None:
     model = tiny("llama")
     model.model.layers[0].mlp.forward = lambda x: x.view(1, 2, 3)
-    with pytest.warns(UserWarning, match=r"trial run on a few tokens failed .*seqpar\.hf\.verify"):
+    with pytest.raises(ValueError, match=r"trial run .* failed in layer 'model.layers.0.mlp' .*: RuntimeErr"):
         parallel(model)
+
+
+def test_a_name_tells_nothing() -> None:
+    """Only what a module computes decides. This one has the name of a layer that mixes tokens, and an inner one too."""
+    model, batch = tiny("llama"), make_batch("plain")
+    expected = model(**batch).loss.item()
+    for name, words in (("MambaMixer", "mlp"), ("SparseIndexer", "self_attn.o_proj"), ("Pooler", "input_layernorm")):
+        module = model.model.layers[0].get_submodule(words)
+        module.__class__ = type(name, (type(module),), {})
+    assert parallel(model)(**batch).loss.item() == pytest.approx(expected, abs=LOSS)
+
+
+class Packed(nn.Module):
+    """A linear layer with integer weights that the trial run cannot multiply by, as quantized ones are."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.scale = float(linear.weight.abs().max()) / 127
+        self.weight = nn.Parameter((linear.weight / self.scale).round().char().view(torch.uint8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.unique().numel() > 2
+        return F.linear(x, self.weight.view(torch.int8) * self.scale)
+
+
+def test_quantized_layers() -> None:
+    model, batch = tiny("llama"), make_batch("plain")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj, layer.mlp.up_proj = Packed(layer.self_attn.q_proj), Packed(layer.mlp.up_proj)
+    expected = trained(copy.deepcopy(model), batch)
+    check_step(None, parallel(model), batch, expected, sync=False)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "llama"])
