@@ -216,8 +216,9 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
         )
     if trial.error is not None:
         name, class_name = trial.failed
+        where = f"layer {name!r} ({class_name})" if name else class_name
         yield (
-            f"its trial run on a few tokens failed in layer {name!r} ({class_name}): {type(trial.error).__name__}: "
+            f"its trial run on a few tokens failed in {where}: {type(trial.error).__name__}: "
             f"{trial.error}. Without it, it is not known whether the layers mix tokens; they must run without a mask "
             "and without a cache, and attend through transformers' AttentionInterface"
         )

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -398,6 +399,9 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
             # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
             for attributes in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
                 stack.callback(_set_entries, attributes, dict(attributes))
+            if any(isinstance(x, DTensor) for x in module._parameters.values()):
+                # transformers' tensor parallelism sets a forward that converts from and to DTensors.
+                vars(module).pop("forward", None)
             for store in (module._parameters, module._buffers):
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
