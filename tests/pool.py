@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
-from seqpar.comm.communicator import existing_communicators
-from seqpar.comm.shared_memory import VARIABLE
+from seqpar.comm.shared_memory import VARIABLE, _transports
 
 WORLDS = (1, 2, 3, 4, 8)
 _START_DEADLINE_S = 120.0
@@ -231,7 +230,8 @@ def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) 
         name: a name that no other group of this store has.
         rank: the rank of this process in the new group.
         world: the number of ranks.
-        timeout_s: how many seconds an operation of the new group may take, once the group has been made.
+        timeout_s: how many seconds an operation of the new group may take, once the group has been made. gloo's
+            messages keep the timeout under which their communicator was made.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -243,15 +243,28 @@ def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) 
 
 
 def limit_waits(timeout_s: float) -> None:
-    """Let operations of the default group and of the communicators take so many seconds. The groups exist by now."""
-    for group in (dist.group.WORLD, *existing_communicators()):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    """Let collectives, and messages in shared memory, take so many seconds. The groups exist by now."""
+    timeout = timedelta(seconds=timeout_s)
+    for group in dist.distributed_c10d._world.pg_map:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+    for transport in _transports.cache().values():
+        if transport is not None:
+            transport._timeout = timeout
 
 
 def at_once(
-    world: int, calls: Sequence[Callable[[ProcessGroup], Result]], shared_memory: bool = False
+    world: int,
+    calls: Sequence[Callable[[ProcessGroup], Result]],
+    timeout_s: float = 30.0,
+    shared_memory: bool = False,
 ) -> list[list[Result]]:
     """Make several calls at the same time, each on ``world`` ranks of its own, because most of them wait.
+
+    Args:
+        world: the number of ranks of a call.
+        calls: functions of a new default group, marked ``@on_ranks``.
+        timeout_s: as in ``start``.
+        shared_memory: as in ``Pool.run``.
 
     Returns:
         The results of each call by rank.
@@ -259,7 +272,14 @@ def at_once(
     own = OwnPool(world * len(calls), worlds=())
     try:
         results = own.pool.run(
-            own.pool.ranks, _one_of, own.port, world, calls, shared_memory=shared_memory, deadline_s=_START_DEADLINE_S
+            own.pool.ranks,
+            _one_of,
+            own.port,
+            world,
+            calls,
+            timeout_s,
+            shared_memory=shared_memory,
+            deadline_s=_START_DEADLINE_S,
         )
     finally:
         own.pool.close()
@@ -267,9 +287,11 @@ def at_once(
 
 
 @on_ranks
-def _one_of(group: ProcessGroup, port: int, world: int, calls: Sequence[Callable[[ProcessGroup], Result]]) -> Result:
+def _one_of(
+    group: ProcessGroup, port: int, world: int, calls: Sequence[Callable[[ProcessGroup], Result]], timeout_s: float
+) -> Result:
     number, rank = divmod(group.rank(), world)
-    return calls[number](start(port, str(number), rank, world))
+    return calls[number](start(port, str(number), rank, world, timeout_s))
 
 
 @cache

@@ -27,6 +27,7 @@ from itertools import chain, product
 from typing import Any
 
 import torch
+import torch._dynamo  # with the modules that attention's first call needs: once, not in each rank
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 

@@ -325,7 +325,7 @@ ONE_CORE = replace(
 @on_ranks
 def _rank_worker(group: ProcessGroup) -> dict[str, Any]:
     """Measured and predicted seconds of strategies and layouts, forward and backward."""
-    case = BenchCase("causal", "causal", 2048, group.size(), 1, 8, 8, 64, 64, "float32")
+    case = BenchCase("causal", "causal", 2048, group.size(), 1, 4, 4, 64, 64, "float32")
     config = BenchConfig(
         strategy=("ring", "ulysses", "all_gather"), layout=("contiguous", "zigzag"), rounds=5, charts=False
     )
@@ -335,7 +335,7 @@ def _rank_worker(group: ProcessGroup) -> dict[str, Any]:
     predicted: dict[str, float] = {}
     for layout, (name, ulysses) in product(config.layout, (("ring", 1), ("ulysses", 2), ("all_gather", 1))):
         setting = Setting(
-            attention_shape(8, 8, 64), ONE_CORE, Mask.causal(), 2048, ring=2 // ulysses, ulysses=ulysses,
+            attention_shape(4, 4, 64), ONE_CORE, Mask.causal(), 2048, ring=2 // ulysses, ulysses=ulysses,
             layout=layout, gather=name == "all_gather", dtype=torch.float32,
         )  # fmt: skip
         predicted[f"{name} {layout}"] = attention_seconds(setting)

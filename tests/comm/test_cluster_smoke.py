@@ -17,12 +17,12 @@ import torch.distributed as dist
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cluster_smoke.py"
 # Without ``site``, packages that were installed from this checkout are not found.
 BARE = [sys.executable, "-S"]
-# Imports torch and seqpar once, and forks a process for each rank of each job, which runs the script. Prints the exit
-# codes of each job.
+# Imports torch, seqpar and what attention's first call needs once, and forks a process for each rank of each job, which
+# runs the script. Prints the exit codes of each job.
 FORK = """
 import json, os, runpy, sys
-import torch
-import torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
+import fsspec, torch
+import torch._dynamo, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp
 
 script, *options = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(script))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -186,3 +188,97 @@ def test_one_process_has_nothing_to_average() -> None:
     module.weight.grad = torch.ones(2, 2)
     seqpar.sync_gradients(module)
     assert module.weight.grad.eq(1).all()
+
+
+@on_ranks
+def experts(group: ProcessGroup, seed: int) -> None:
+    """Rank r holds expert r alone; an all-to-all sends each token's hidden state to its expert and back."""
+    torch.manual_seed(seed)
+    ranks = group.size()
+    router, all_experts = nn.Linear(8, 8).double(), [nn.Linear(8, 3).double() for _ in range(ranks)]
+    expert = copy.deepcopy(all_experts[group.rank()])
+    model = nn.ModuleDict({"router": router, "expert": expert})
+    x = torch.randn(1, ranks * ranks, 8, dtype=torch.float64)  # token i goes to expert i % ranks
+    outs = [all_experts[i % ranks](router(x)[:, i]) for i in range(ranks * ranks)]
+    wanted = torch.autograd.grad(
+        torch.stack(outs, 1).square().mean(), [router.weight, all_experts[group.rank()].weight]
+    )
+    sharding = seqpar.Sharding(ranks * ranks, "contiguous", group=group)
+    hidden = router(sharding.shard(x))[0].contiguous()  # [ranks, hidden], one token for each expert
+    received = dist_nn.all_to_all_single(torch.empty_like(hidden), hidden, group=group)
+    expert(received).square().mean().backward()  # of this expert's tokens, on this rank
+    seqpar.sync_gradients(model, group=group, ignore=[expert])
+    torch.testing.assert_close(router.weight.grad, wanted[0])
+    assert expert.weight.grad is not None
+    torch.testing.assert_close(expert.weight.grad / ranks, wanted[1])
+    before = expert.weight.grad.clone()
+    seqpar.sync_gradients(model, group=group, ignore=expert.parameters())
+    assert torch.equal(expert.weight.grad, before)
+
+
+def test_experts_that_differ_by_rank(pool: Pool) -> None:
+    pool.run(3, experts, int(torch.randint(1 << 30, ())))
+
+
+@on_ranks
+def unlike_gradients(group: ProcessGroup) -> None:
+    """Gradients in another dtype than the parameter, on one rank only; in two dtypes; complex ones."""
+    odd = group.rank() == 1
+    module = nn.ParameterList(
+        [
+            nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+            nn.Parameter(torch.zeros(3, dtype=torch.complex64)),
+            nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+        ]
+    )
+    module[0].grad_dtype = torch.float32
+    module[2].grad_dtype = None
+    module[1].grad = torch.full((3,), complex(1, group.rank()))
+    module[2].grad = torch.ones(3, dtype=torch.float32 if odd else torch.bfloat16)
+    if odd:
+        module[0].grad = torch.full((3,), 4.0)
+    seqpar.sync_gradients(module, group=group)
+    grads = [p.grad for p in module]
+    assert all(grad is not None for grad in grads)
+    assert grads[0].dtype == torch.float32 and grads[0].eq(2).all()
+    assert grads[1].eq(complex(1, 0.5)).all() and grads[2].eq(1).all()
+    norm = seqpar.clip_grad_norm_(module, 1.0, group=group)
+    torch.testing.assert_close(norm, torch.tensor((3 * 4 + 3 * 1.25 + 3 * 1) ** 0.5))
+
+
+def test_gradients_of_other_dtypes(pool: Pool) -> None:
+    pool.run(2, unlike_gradients)
+
+
+@on_ranks
+def no_gradient(group: ProcessGroup) -> str:
+    module = nn.Linear(2, 2)
+    seqpar.sync_gradients(nn.Linear(2, 2).requires_grad_(False), group=group)  # nothing is trained
+    try:
+        seqpar.sync_gradients(module, group=group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_no_gradient_at_all(pool: Pool) -> None:
+    assert all("no parameter has a gradient on any rank" in message for message in pool.run(2, no_gradient))
+
+
+@on_ranks
+def other_dimensions(group: ProcessGroup) -> str:
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "ring"))
+    module = nn.Linear(2, 2)
+    module.weight.grad = torch.full((2, 2), float(group.rank()))
+    module.bias.grad = torch.zeros(2)
+    seqpar.sync_gradients(module, mesh=mesh["ring"])
+    assert module.weight.grad.eq(0.5 if group.rank() < 2 else 2.5).all()
+    try:
+        seqpar.sync_gradients(module, mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mesh_with_pipeline_stages_is_refused(own: OwnPool) -> None:
+    assert all("pass the part of the mesh whose ranks do" in x for x in own.pool.run(4, other_dimensions))
