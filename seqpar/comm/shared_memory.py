@@ -112,7 +112,7 @@ class SharedMemoryTransport:
         self._header = -(-8 * len(files) // 64) * 64  # bytes of a block before its tensor
         self._address = torch.frombuffer(self._file, dtype=torch.uint8, count=1).data_ptr() + self._header
         self._blocks: dict[int, _Block] = {}  # by start
-        self._of_size: dict[int, dict[int, _Block]] = {}  # by bytes, then by start, the least recently used first
+        self._of_size: dict[int, dict[int, _Block]] = {}  # by bytes, then by start
         self._end = _SMALLEST_BLOCK  # of the last block
         # Messages of other ranks in whose memory tensors of this rank are: their storages, and the message's word.
         self._aliases: list[tuple[StorageWeakRef, int, int]] = []
@@ -218,9 +218,8 @@ class SharedMemoryTransport:
         size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         self._release_aliases()
         of_size = self._of_size.setdefault(size, {})
-        for block in of_size.values():  # the first one is free unless it is held for long
+        for block in of_size.values():  # the first free one, so that the last ones stay unused, and without memory
             if self._is_free(block):
-                of_size[block.start] = of_size.pop(block.start)
                 block.has_memory = True
                 return block
         free = [block for block in self._blocks.values() if self._is_free(block)]

@@ -33,7 +33,7 @@ MOST_CALLS = {
 }
 
 
-MOST_CALLS_IN_SHARED_MEMORY = 660
+MOST_CALLS_IN_SHARED_MEMORY = 740
 
 
 def stops(heading: str) -> list[str]:
