@@ -27,6 +27,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory.weights import CACHE_ARGUMENTS
+from .mixers import of_mixer_files
 from .state import NAME
 from .trial import Trial, run_trial
 
@@ -50,6 +51,8 @@ _MASKS = (eager_mask, sdpa_mask, flash_attention_mask, flex_attention_mask)
 _POOLER = re.compile(r"pooler$", re.IGNORECASE)
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+# Of models whose layers mix tokens by the functions of ``mixers``; the trial run finds layers that do not.
+_MIXER_TYPES = ("linear_attention", "conv", "mamba", "attention", "hybrid", "moe", "mlp")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -142,9 +145,11 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
     ``layers`` are its ``attention_layers``. Attention layers that only the trial run finds are added.
     """
     name = type(model).__name__
-    for reason in _reasons(model, layers):
+    for reason in _reasons(model, layers, of_mixer_files(text_model(model))):
         raise ValueError(f"model={name}: {reason}")
     trial = run_trial(model)
+    for reason in _reasons(model, layers, set()) if trial.error is not None else ():  # by the names alone
+        raise ValueError(f"model={name}: {reason} (its trial run failed: {trial.error})")
     for reason in (*_reasons_of_functions(trial, model), *_reasons_of_trial(trial, model)):
         raise ValueError(f"model={name}: {reason}")
     if trial.error is not None:
@@ -159,21 +164,24 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
     return trial
 
 
-def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Iterator[str]:
-    """Why ``model`` cannot be parallelized, by its classes and its config."""
+def _reasons(model: PreTrainedModel, layers: dict[str, nn.Module], unchecked: set[str]) -> Iterator[str]:
+    """Why ``model`` cannot be parallelized, by its classes and its config.
+
+    The trial run checks whether the modules of the text model that are ``unchecked`` here mix tokens.
+    """
     if getattr(model.config, "is_encoder_decoder", False):
         yield "encoder-decoder models attend across two sequences; give a decoder or an encoder"
     text = text_model(model)
-    if (mixer := _find_mixer(text, layers if text is model else attention_layers(text))) is not None:
+    if (mixer := _find_mixer(text, layers if text is model else attention_layers(text), unchecked)) is not None:
         yield (
             f"layer {mixer[0]!r} ({mixer[1]}) mixes tokens but does not use transformers' AttentionInterface; such a "
             "layer cannot be sharded along the sequence"
         )
-    if not layers:
+    if not layers and not unchecked:
         yield "none of its layers uses transformers' AttentionInterface"
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in _LAYER_TYPES:
+        if layer_type not in _LAYER_TYPES and not (unchecked and layer_type in _MIXER_TYPES):
             supported = ", ".join(_LAYER_TYPES)
             yield f"layer {i} is of type {layer_type!r}; only {supported} can be sharded along the sequence"
     loss = getattr(model, "loss_type", None)
@@ -261,7 +269,7 @@ def _pools(name: str, class_name: str) -> str:
     return f"layer {name!r} ({class_name}) pools the tokens in its input, and a rank has only some of the tokens"
 
 
-def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, str] | None:
+def _find_mixer(model: nn.Module, layers: dict[str, nn.Module], unchecked: set[str]) -> tuple[str, str] | None:
     """Name and class of a layer that mixes tokens without the interface: the innermost that is no plain operator."""
     supported = set(map(id, layers.values()))
     mixers = {}
@@ -269,6 +277,8 @@ def _find_mixer(model: nn.Module, layers: dict[str, nn.Module]) -> tuple[str, st
         if any(name.startswith(layer + ".") for layer in layers):  # inside a supported layer: a norm, a gate
             if isinstance(module, _OPERATORS) or _CHOOSES_KEYS.search(type(module).__name__):
                 return name, type(module).__name__
+            continue
+        if name in unchecked and not _CHOOSES_KEYS.search(type(module).__name__):
             continue
         if not any(id(child) in supported for child in module.modules()) and _mixes_tokens(module):
             mixers[name] = module

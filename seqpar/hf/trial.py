@@ -33,6 +33,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from .key_values import expand, has_latent_kv
+from .mixers import tokenwise_mixers
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
@@ -53,6 +54,7 @@ class Trial:
     def __init__(self, root: PreTrainedModel) -> None:
         self.attention_modules: list[nn.Module] = []  # that called the attention function
         self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
+        self.mixers: list[nn.Module] = []  # that called a function of ``mixers``
         self.functions: list[Any] = []  # the attention functions that the layers would have called
         self.scalings: dict[str, float | None] = {}  # by the layer's name, what it passes to the attention function
         self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
@@ -82,6 +84,9 @@ class Trial:
         self._running.pop()
         self._pooled += [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
         self._check(output, module)
+
+    def mixes(self) -> None:
+        self.mixers.append(self._running[-1])
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
@@ -166,6 +171,7 @@ def run_trial(root: PreTrainedModel) -> Trial:
                 stack.callback(module.register_forward_hook(trial.after).remove)
             same_kind, results = _run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(attend))
+            stack.enter_context(tokenwise_mixers(root, trial.mixes))
             stack.enter_context(_TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL)))
             parameters = inspect.signature(root.forward).parameters
             arguments: dict[str, Any] = {
@@ -175,10 +181,11 @@ def run_trial(root: PreTrainedModel) -> Trial:
             positions = torch.arange(trial.length, device="cpu").repeat(trial.rows, 1)
             positions[:-1] += _SHIFT
             output = root(position_ids=positions, **arguments)
-            callers = set(trial.attention_modules)
-            for layer, first in same_kind:
-                pairs = zip(layer.modules(), first.modules(), strict=True)
-                trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
+            for called in (trial.attention_modules, trial.mixers):
+                callers = set(called)
+                for layer, first in same_kind:
+                    pairs = zip(layer.modules(), first.modules(), strict=True)
+                    called += [m for m, first_m in pairs if first_m in callers and m not in callers]
             trial.check_output(output)
             trial.records, masks = False, len(trial.mask_calls)
             arguments["input_ids"] = ids[-1:]
