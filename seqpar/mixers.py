@@ -50,7 +50,7 @@ from .strategies.row_exchange import (
 
 __all__ = ["by_heads", "by_states", "halo"]
 
-_ALL_TO_ALL = AttentionSpec("ulysses")
+_ALL_TO_ALL, _LOCAL = AttentionSpec("ulysses"), AttentionSpec("local")
 _ONE_DOCUMENT = Mask.full()
 Tensors = Tensor | Sequence[Tensor]
 
@@ -269,7 +269,7 @@ def _check(named: dict[str, tuple[Tensor, ...]], sharding: Sharding, mask: Mask 
 
 
 def _link(sharding: Sharding, like: Tensor) -> tuple[Placement, Link | None]:
-    placement = sharding.place(_ALL_TO_ALL)
+    placement = sharding.place(_LOCAL if sharding.sequence_group is None else _ALL_TO_ALL)
     return placement, links_of(placement, like.device).ulysses
 
 

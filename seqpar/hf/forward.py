@@ -140,7 +140,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
         forward.local_labels, forward.labels_version = local_labels, version_of(local_labels)
     _scale_noise(forward, kwargs)
     # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
-    if "use_cache" in parameters and cache_of(kwargs) is None:
+    if ("use_cache" in parameters or patch.has_mixers) and cache_of(kwargs) is None:
         kwargs["use_cache"] = False
 
 

@@ -1,8 +1,8 @@
 """Linear attention, state-space layers and short convolutions of transformers models over a sharded sequence.
 
-These layers call functions by names in their model file, such as ``causal_conv1d_fn``. The names are replaced by
-functions that call the original ones around ``seqpar.mixers``. On every other model, and outside of a forward on a
-sharded sequence, they call the original functions as before.
+These layers call functions by names in their model file, such as ``causal_conv1d_fn``. ``parallelize`` replaces the
+names by functions that call the original ones inside of ``seqpar.mixers`` while a layer of a parallelized model runs on
+a sharded sequence, and otherwise as before. They stay in the file: a copy of the model may need them after ``restore``.
 
 Shapes: b batch, t tokens, h heads, n heads that several heads share, c channels, d and e elements of a head.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -62,7 +63,7 @@ def _delta_rule(
     output_final_state: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query and key ``[b, t, n, d]``, value ``[b, t, h, e]``, g ``[b, t, h]`` or ``[b, t, h, d]``, beta ``[b, t, h]``."""
+    """query, key ``[b, t, n, d]``, value ``[b, t, h, e]``, g ``[b, t, h]`` or ``[b, t, h, d]``, beta ``[b, t, h]``."""
     _check_no_state(initial_state, output_final_state)
     per_head = g.dim() == 3
 
@@ -189,17 +190,21 @@ _FUNCTIONS = {
 }
 
 
+def _file_names(module: nn.Module) -> set[str]:
+    return {cls.__module__ for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models.")}
+
+
 def _files(model: nn.Module) -> dict[ModuleType, list[str]]:
-    """The model files of ``model`` that have such functions, and their names."""
-    files = {sys.modules[type(m).__module__] for m in model.modules()}
+    """The files of transformers' models that classes in ``model`` are from, and the names of such functions in them."""
+    files = [sys.modules[name] for name in {name for m in model.modules() for name in _file_names(m)}]
     found = {file: [name for name in _FUNCTIONS if callable(getattr(file, name, None))] for file in files}
-    return {file: names for file, names in found.items() if names and file.__name__.startswith("transformers.models.")}
+    return {file: names for file, names in found.items() if names}
 
 
 def of_mixer_files(model: nn.Module) -> set[str]:
-    """The names of the modules whose class is in a file with such functions, and of their children."""
+    """The names of the modules whose class is from a file with such functions, and of their children."""
     files = {file.__name__ for file in _files(model)}
-    found = {name for name, module in model.named_modules() if type(module).__module__ in files}
+    found = {name for name, module in model.named_modules() if files & _file_names(module)}
     return {name for name, _ in model.named_modules() if name in found or name.rpartition(".")[0] in found}
 
 
@@ -228,76 +233,58 @@ def tokenwise_mixers(model: nn.Module, called: Callable[[], None]) -> Iterator[N
             patch.stop()
 
 
-# By the name of a model file: its original functions, and the ids of the parallelized models.
-_replaced: dict[str, tuple[dict[str, Original], set[int]]] = {}
-# Of the layers that are running, the innermost last: the shard; None on a model that runs on this rank alone.
-_running: list[BatchShard | None] = []
+# Of the layers that are running, the innermost last: the shard; None in a model that runs on this rank alone.
+_running: ContextVar[tuple[BatchShard | None, ...]] = ContextVar("seqpar_mixers", default=())
 
 
 def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> None:
-    """Replace the functions that ``mixers``, layers of ``model``, call. ``patch.undo`` restores them."""
+    """Replace the functions that ``mixers``, layers of ``model``, call, and let the layers say when they run."""
     if not mixers:
         return
-    if getattr(model, "_use_kernels", False):
-        raise ValueError(
-            f"model={type(model).__name__}: it was loaded with use_kernels=True, which replaces whole layers; load it "
-            "without, and install flash-linear-attention, causal-conv1d or mamba-ssm for their kernels"
-        )
     for module in model.modules():
         if module in mixers or isinstance(module, GradientCheckpointingLayer):
-            # always_call, because a recomputation in backward ends a layer early.
             before = module.register_forward_pre_hook(_before(patch), with_kwargs=True, prepend=True)
+            # always_call, because a recomputation in backward ends a layer early.
             after = module.register_forward_hook(_after, always_call=True)
             patch.undo.callback(before.remove)
             patch.undo.callback(after.remove)
     for file, names in _files(model).items():
-        if file.__name__ not in _replaced:
-            originals = {name: getattr(file, name) for name in names}
-            _replaced[file.__name__] = originals, set()
-            for name, original in originals.items():
+        for name in names:
+            original = getattr(file, name)
+            if not hasattr(original, "_seqpar"):
                 setattr(file, name, _stand_in(name, original))
-        _replaced[file.__name__][1].add(id(model))
     patch.has_mixers = True
-    patch.undo.callback(_restore_mixers, model)
-
-
-def _restore_mixers(model: nn.Module) -> None:
-    for name, (originals, models) in list(_replaced.items()):
-        models.discard(id(model))
-        if not models:
-            for function, original in originals.items():
-                setattr(sys.modules[name], function, original)
-            del _replaced[name]
 
 
 def _before(patch: Patch) -> Callable[..., None]:
     @no_compile
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        shard = kwargs.get("seqpar")
+        shard, running = kwargs.get("seqpar"), _running.get()
         if shard is None and (forward := current_forward()) is not None and forward.patch is patch:
             shard = forward.batch_shard
-        if shard is None and _running:
-            shard = _running[-1]
+        if shard is None and running:
+            shard = running[-1]
         if shard is None and patch.sharded:
             raise ValueError(
-                f"layer={type(module).__name__}: it runs outside of a forward of the parallelized model, so that it is "
-                "not known which tokens this rank holds; with activation checkpointing, let "
-                "model.gradient_checkpointing_enable() recompute whole layers"
+                f"layer={type(module).__name__}: it runs outside of a forward of the parallelized model, and does not "
+                "get the argument seqpar, so that it is not known which tokens this rank holds; call the whole model, "
+                "and if its activations are recomputed in backward, do without"
             )
-        _running.append(shard)
+        _running.set((*running, shard))
 
     return before
 
 
 @no_compile
 def _after(module: nn.Module, args: Any, output: Any) -> None:
-    _running.pop()
+    _running.set(_running.get()[:-1])
 
 
 def _stand_in(name: str, original: Original) -> Original:
     @no_compile
     def run(*args: Any, **kwargs: Any) -> Any:
-        shard = kwargs.pop("seqpar", None) or (_running[-1] if _running else None)
+        running = _running.get()
+        shard = running[-1] if running else None
         if shard is None:
             return original(*args, **kwargs)
         for argument in ("cu_seqlens", "seq_idx"):
@@ -306,10 +293,11 @@ def _stand_in(name: str, original: Original) -> Original:
                     f"{argument}: the documents of a sharded sequence are known from position_ids or cu_seq_lens of "
                     "the whole batch; leave it out"
                 )
+        kwargs.pop("seqpar", None)
         if name == "causal_conv1d_fn":  # further arguments are of the layer's call
             kwargs = {key: x for key, x in kwargs.items() if key in ("weight", "bias", "activation")}
         options = {"sharding": shard.sharding, "mask": None if shard.unmasked else shard.mask}
         return _FUNCTIONS[name].sharded(original, options, *args, **kwargs)
 
-    run.__wrapped__ = original  # type: ignore[attr-defined]
+    run.__wrapped__, run._seqpar = original, True  # type: ignore[attr-defined]
     return run

@@ -148,6 +148,11 @@ def check_model(model: PreTrainedModel, layers: dict[str, nn.Module]) -> Trial:
     for reason in _reasons(model, layers, of_mixer_files(text_model(model))):
         raise ValueError(f"model={name}: {reason}")
     trial = run_trial(model)
+    if trial.mixers and getattr(model, "_use_kernels", False):
+        raise ValueError(
+            f"model={name}: it was loaded with use_kernels=True, which may replace whole layers that mix tokens; "
+            "load it without, and install flash-linear-attention, causal-conv1d or mamba-ssm for their kernels"
+        )
     for reason in _reasons(model, layers, set()) if trial.error is not None else ():  # by the names alone
         raise ValueError(f"model={name}: {reason} (its trial run failed: {trial.error})")
     for reason in (*_reasons_of_functions(trial, model), *_reasons_of_trial(trial, model)):

@@ -360,7 +360,8 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
             module._forward_pre_hooks.clear()
             module.training = False
         for config in _configs(root):
-            for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
+            values = ("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")
+            for name, value in (*values, ("use_cache", False)):
                 if hasattr(config, name):
                     stack.enter_context(mock.patch.object(config, name, value))
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
