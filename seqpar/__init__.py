@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from . import mixers
 from .comm.trace import Trace, trace
 from .decoding import KeyValueCache
 from .factory import ParallelAttention
@@ -110,6 +111,7 @@ __all__ = [
     "init_mesh",
     "keep_attention",
     "mask_planner",
+    "mixers",
     "plan",
     "positions",
     "replace_sdpa",

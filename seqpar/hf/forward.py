@@ -94,6 +94,12 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "are sharded; call it with the full batch, without shard_batch"
             )
     elif generates(kwargs):
+        if patch.has_mixers:
+            raise ValueError(
+                f"cache: {type(model).__name__} has layers with recurrent states, which are not kept for a sharded "
+                "prompt yet; generate with batches='per_rank' or after seqpar.hf.restore(model), or pass "
+                "use_cache=False"
+            )
         kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
     else:
         kwargs, forward.full_call = shard_call(model, kwargs, has_images)
@@ -136,7 +142,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
         forward.local_labels, forward.labels_version = local_labels, version_of(local_labels)
     _scale_noise(forward, kwargs)
     # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
-    if "use_cache" in parameters and cache_of(kwargs) is None:
+    if ("use_cache" in parameters or patch.has_mixers) and cache_of(kwargs) is None:
         kwargs["use_cache"] = False
 
 

@@ -29,6 +29,7 @@ from .attention import attention_forward, compare_masks, layer_mask_of, model_ma
 from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
+from .mixers import replace_mixers
 from .per_rank import call
 from .state import NAME, Batches, Outputs, Patch, Settings, patch_of
 from .support import check_adapters, check_model, masks_like, pools_last_token, text_model
@@ -161,8 +162,9 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     for layer in layers:
         enable_latent_kv(layer)
         patch.undo.callback(disable_latent_kv, layer)
-    for root in roots:
+    for root, trial in trials.items():
         _register_hooks(root, patch)
+        replace_mixers(root, trial.mixers, patch)
         verify_while_training(root, patch)
     if settings.memory is not None:
         patch.undo.callback(restore_memory, model)

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory.weights import CACHE_ARGUMENTS
+from .mixers import of_mixer_files
 from .state import NAME
 from .trial import Trial, run_trial
 
@@ -34,6 +35,8 @@ _MASKS = (eager_mask, sdpa_mask, flash_attention_mask, flex_attention_mask)
 # These mix tokens. A module that did not run in the trial run may be of these classes only outside of the text model.
 _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+# Of models whose layers mix tokens by the functions of ``mixers``; the trial run finds layers that do not.
+_MIXER_TYPES = ("linear_attention", "conv", "mamba", "attention", "hybrid", "moe", "mlp")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -118,6 +121,11 @@ def check_model(model: PreTrainedModel) -> Trial:
     for reason in _reasons(model):
         raise ValueError(f"model={name}: {reason}")
     trial = run_trial(model)
+    if trial.mixers and getattr(model, "_use_kernels", False):
+        raise ValueError(
+            f"model={name}: it was loaded with use_kernels=True, which may replace whole layers that mix tokens; "
+            "load it without, and install flash-linear-attention, causal-conv1d or mamba-ssm for their kernels"
+        )
     for reason in (*_reasons_of_functions(trial, model), *_reasons_of_trial(trial, model)):
         raise ValueError(f"model={name}: {reason}")
     return trial
@@ -130,7 +138,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     text = text_model(model)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in _LAYER_TYPES:
+        if layer_type not in _LAYER_TYPES and not (layer_type in _MIXER_TYPES and of_mixer_files(text)):
             supported = ", ".join(_LAYER_TYPES)
             yield f"layer {i} is of type {layer_type!r}; only {supported} can be sharded along the sequence"
     loss = getattr(model, "loss_type", None)
@@ -222,10 +230,12 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             f"{trial.error}. Without it, it is not known whether the layers mix tokens; they must run without a mask "
             "and without a cache, and attend through transformers' AttentionInterface"
         )
-    elif not trial.attention_modules:
+    elif not trial.attention_modules and not trial.mixers:
         yield "none of its layers uses transformers' AttentionInterface"
-    for name, module in text_model(model).named_modules():
-        if isinstance(module, _OPERATORS) and module not in trial.ran:
+    text = text_model(model)
+    of_mixers = of_mixer_files(text)  # whose functions take the weights of such a module
+    for name, module in text.named_modules():
+        if isinstance(module, _OPERATORS) and module not in trial.ran and name not in of_mixers:
             yield (
                 f"layer {name!r} ({type(module).__name__}) mixes tokens, and did not run in a trial run on a few "
                 "tokens, so that it is not known whether these belong to the sequence; parallelize the text model alone"

@@ -37,6 +37,7 @@ from transformers.modeling_utils import AttentionInterface
 
 from ..base.replaced import replaced
 from .key_values import expand, has_latent_kv
+from .mixers import tokenwise_mixers
 from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
@@ -58,6 +59,7 @@ class Trial:
     def __init__(self, root: PreTrainedModel) -> None:
         self.attention_modules: list[nn.Module] = []  # that called the attention function
         self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
+        self.mixers: list[nn.Module] = []  # that called a function of ``mixers``
         self.functions: list[Any] = []  # the attention functions that the layers would have called
         self.scalings: dict[str, float | None] = {}  # by the layer's name, what it passes to the attention function
         self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
@@ -93,6 +95,9 @@ class Trial:
         at = len(self._pooled) if isinstance(output, Tensor) else 0
         self._pooled[at:at] = [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
         self._check(output, module)
+
+    def mixes(self) -> None:
+        self.mixers.append(self._running[-1])
 
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
@@ -207,6 +212,7 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
                 stack.callback(module.register_forward_hook(trial.after).remove)
             same_kind, results = _run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(attend))
+            stack.enter_context(tokenwise_mixers(root, trial.mixes))
             functions = _TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL), trial.length)
             stack.enter_context(functions)
             parameters = inspect.signature(root.forward).parameters
@@ -217,10 +223,13 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             positions = torch.arange(trial.length, device="cpu").repeat(trial.rows, 1)
             positions[:-1] += _SHIFT
             output = root(position_ids=positions, **arguments)
-            callers = set(trial.attention_modules)
+            for called in (trial.attention_modules, trial.mixers):
+                callers = set(called)
+                for layer, first in same_kind:
+                    pairs = zip(layer.modules(), first.modules(), strict=True)
+                    called += [m for m, first_m in pairs if first_m in callers and m not in callers]
             for layer, first in same_kind:
-                pairs = [*zip(layer.modules(), first.modules(), strict=True)]
-                trial.attention_modules += [m for m, first_m in pairs if first_m in callers and m not in callers]
+                pairs = zip(layer.modules(), first.modules(), strict=True)
                 trial.ran |= {m for m, first_m in pairs if first_m in trial.ran}
             trial.check_output(output)
             masks = len(trial.mask_calls)
@@ -414,7 +423,8 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
             if _is_quantized(module):
                 vars(module)["forward"] = partial(_linear, features=module.out_features)
         for config in _configs(root):
-            for name, value in (("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")):
+            values = ("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")
+            for name, value in (*values, ("use_cache", False)):
                 if hasattr(config, name):
                     stack.enter_context(replaced(config, **{name: value}))
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)

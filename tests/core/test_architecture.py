@@ -13,7 +13,7 @@ FLOORS = (
     ("schedule", "comm", "kernels", "placement"),
     ("strategies", "sharding"),
     ("functional", "scaled_dot_product", "decoding", "verification"),
-    ("factory", "layers", "megatron", "memory", "adapters", "planner"),
+    ("factory", "layers", "megatron", "memory", "mixers", "adapters", "planner"),
     ("hf", "cli"),
     ("peers",),
 )
@@ -80,7 +80,7 @@ def test_no_rooms_import_each_other() -> None:
 
 def test_the_root_has_few_modules() -> None:
     assert {path.stem for path in (ROOT / "seqpar").glob("*.py")} == {
-        *("__init__", "__main__", "decoding", "factory", "functional", "scaled_dot_product", "verification")
+        *("__init__", "__main__", "decoding", "factory", "functional", "mixers", "scaled_dot_product", "verification")
     }
 
 

@@ -1,0 +1,303 @@
+"""Linear attention, state-space layers and short convolutions of transformers models over a sharded sequence.
+
+These layers call functions by names in their model file, such as ``causal_conv1d_fn``. ``parallelize`` replaces the
+names by functions that call the original ones inside of ``seqpar.mixers`` while a layer of a parallelized model runs on
+a sharded sequence, and otherwise as before. They stay in the file: a copy of the model may need them after ``restore``.
+
+Shapes: b batch, t tokens, h heads, n heads that several heads share, c channels, d and e elements of a head.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ..base.checks import no_compile
+from ..mixers import by_heads, halo
+from .batch import BatchShard
+from .state import Patch, current_forward
+
+Original = Callable[..., Any]
+
+
+def _convolution(
+    original: Original, options: dict[str, Any], x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None
+) -> Tensor:
+    """x ``[b, c, t]``, weight ``[c, W]``."""
+    sharding, width = options["sharding"], weight.shape[1] - 1
+    if sharding.layout == "striped":
+
+        def of_heads(heads: slice, y: Tensor) -> Tensor:
+            own_bias = None if bias is None else bias[heads]
+            out = original(y[..., 0].transpose(1, 2), weight[heads], own_bias, activation=activation)
+            return out.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
+
+        out: Tensor = by_heads(of_heads, x.transpose(1, 2)[..., None], **options)
+        return out[..., 0].transpose(1, 2)
+
+    def of_rows(y: Tensor) -> Tensor:
+        out = original(y.transpose(1, 2), weight, bias, activation=activation)
+        return out[:, :, width:].transpose(1, 2)  # type: ignore[no-any-return]
+
+    return halo(of_rows, x.transpose(1, 2), width, **options).transpose(1, 2)
+
+
+def _delta_rule(
+    original: Original,
+    options: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query, key ``[b, t, n, d]``, value ``[b, t, h, e]``, g ``[b, t, h]`` or ``[b, t, h, d]``, beta ``[b, t, h]``."""
+    _check_no_state(initial_state, output_final_state)
+    per_head = g.dim() == 3
+
+    def of_heads(heads: slice, v: Tensor, decay: Tensor, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        decay = decay[..., 0] if per_head else decay
+        out: Tensor = original(q, k, v, g=decay, beta=b[..., 0], chunk_size=chunk_size, **kwargs)[0]
+        return out
+
+    x = value, g[..., None] if per_head else g, beta[..., None]
+    out: Tensor = by_heads(of_heads, x, (query, key), **options)
+    return out, None
+
+
+def _mamba2(
+    original: Original,
+    options: dict[str, Any],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Any = None,
+    dt_bias: Any = None,
+    initial_states: Any = None,
+    dt_softplus: bool = False,
+    dt_limit: Any = (0.0, float("inf")),
+    return_final_states: bool = False,
+    z: Any = None,
+    **kwargs: Any,
+) -> Tensor:
+    """x ``[b, t, h, d]``, dt ``[b, t, h]``, A, D and dt_bias ``[h]``, B and C ``[b, t, n, d]``."""
+    _check_no_state(initial_states, return_final_states)
+    if z is not None:
+        raise ValueError("z: the scan of a sharded sequence takes no gate; apply the gate after the scan")
+
+    def of_heads(heads: slice, y: Tensor, step: Tensor, *groups: Tensor) -> Tensor:
+        weights = {"D": D, "dt_bias": dt_bias}
+        weights = {name: w if w is None else w[heads] for name, w in weights.items()}
+        out: Tensor = original(
+            y, step[..., 0], A[heads], *groups, chunk_size=chunk_size, dt_softplus=dt_softplus, dt_limit=dt_limit,
+            **weights, **kwargs,
+        )  # fmt: skip
+        return out
+
+    out: Tensor = by_heads(of_heads, (x, dt[..., None]), (B, C), **options)
+    return out
+
+
+def _selective_scan(
+    original: Original,
+    options: dict[str, Any],
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Any = None,
+    z: Any = None,
+    delta_bias: Any = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """x, dt and z ``[b, c, t]``, A ``[c, d]``, B and C ``[b, d, t]``, D and delta_bias ``[c]``."""
+    _check_no_state(None, return_last_state)
+    channels = [y.transpose(1, 2)[..., None] for y in (x, dt, z) if y is not None]  # [b, t, c, 1]
+    shared = [y.transpose(1, 2)[:, :, None] for y in (B, C)]  # [b, t, 1, d]
+
+    def of_heads(heads: slice, *y: Tensor) -> Tensor:
+        *own, b, c = y
+        u, step, *gate = (each[..., 0].transpose(1, 2) for each in own)
+        weights = {name: w if w is None else w[heads] for name, w in (("D", D), ("delta_bias", delta_bias))}
+        groups = (each[:, :, 0].transpose(1, 2) for each in (b, c))
+        out = original(
+            u, step, A[heads], *groups, z=gate[0] if gate else None, delta_softplus=delta_softplus, **weights, **kwargs
+        )
+        return out.transpose(1, 2)[..., None]  # type: ignore[no-any-return]
+
+    out: Tensor = by_heads(of_heads, channels, shared, **options)
+    return out[..., 0].transpose(1, 2)
+
+
+def _check_no_state(state: Any, returns_state: bool) -> None:
+    if state is not None or returns_state:
+        raise ValueError("cache: a sharded sequence has no recurrent states for a cache; pass use_cache=False")
+
+
+def _unfused(original: Original, options: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+    """The layer then calls the other functions."""
+
+
+class _Function(NamedTuple):
+    """A function of a model file: over a sharded sequence, and one in which each token sees itself only."""
+
+    sharded: Callable[..., Any]
+    tokenwise: Callable[..., Any]
+
+
+def _mean(x: Tensor) -> Tensor:
+    """``[b, t, ...]`` to ``[b, t, 1, 1]``."""
+    return x.flatten(2).mean(2)[..., None, None]
+
+
+def _delta_token(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
+    return value + _mean(query) + _mean(key) + _mean(g) + _mean(beta), None
+
+
+def _selective_token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Any = None, **kwargs: Any) -> Tensor:
+    return x + dt + B.mean(1, keepdim=True) + C.mean(1, keepdim=True) + (0 if z is None else z)
+
+
+_DELTA, _FUSED = _Function(_delta_rule, _delta_token), _Function(_unfused, lambda *args, **kwargs: None)
+_FUNCTIONS = {
+    "causal_conv1d_fn": _Function(_convolution, lambda x, *args, **kwargs: x),
+    "torch_chunk_gated_delta_rule": _DELTA,
+    "chunk_kimi_delta_attention": _DELTA,
+    "mamba2_chunk_scan": _Function(
+        _mamba2, lambda x, dt, A, B, C, *args, **kwargs: x + _mean(dt) + _mean(B) + _mean(C)
+    ),
+    "mamba2_split_conv1d_scan_combined": _FUSED,
+    "mamba_selective_scan": _Function(_selective_scan, _selective_token),
+    "mamba_inner_fn": _FUSED,
+}
+
+
+def _file_names(module: nn.Module) -> set[str]:
+    return {cls.__module__ for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models.")}
+
+
+def _files(model: nn.Module) -> dict[ModuleType, list[str]]:
+    """The files of transformers' models that classes in ``model`` are from, and the names of such functions in them."""
+    files = [sys.modules[name] for name in {name for m in model.modules() for name in _file_names(m)}]
+    found = {file: [name for name in _FUNCTIONS if callable(getattr(file, name, None))] for file in files}
+    return {file: names for file, names in found.items() if names}
+
+
+def of_mixer_files(model: nn.Module) -> set[str]:
+    """The names of the modules whose class is from a file with such functions, and of their children."""
+    files = {file.__name__ for file in _files(model)}
+    found = {name for name, module in model.named_modules() if files & _file_names(module)}
+    return {name for name, _ in model.named_modules() if name in found or name.rpartition(".")[0] in found}
+
+
+@contextmanager
+def tokenwise_mixers(model: nn.Module, called: Callable[[], None]) -> Iterator[None]:
+    """In the block each token sees itself only in the functions of ``model``'s files, which report that they run."""
+
+    def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            called()
+            return function(*args, **kwargs)
+
+        return run
+
+    patches = [
+        mock.patch.object(file, name, reporting(_FUNCTIONS[name].tokenwise))
+        for file, names in _files(model).items()
+        for name in names
+    ]
+    for patch in patches:
+        patch.start()
+    try:
+        yield
+    finally:
+        for patch in patches:
+            patch.stop()
+
+
+# Of the layers that are running, the innermost last: the shard; None in a model that runs on this rank alone.
+_running: ContextVar[tuple[BatchShard | None, ...]] = ContextVar("seqpar_mixers", default=())
+
+
+def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> None:
+    """Replace the functions that ``mixers``, layers of ``model``, call, and let the layers say when they run."""
+    if not mixers:
+        return
+    for module in model.modules():
+        if module in mixers or isinstance(module, GradientCheckpointingLayer):
+            before = module.register_forward_pre_hook(_before(patch), with_kwargs=True, prepend=True)
+            # always_call, because a recomputation in backward ends a layer early.
+            after = module.register_forward_hook(_after, always_call=True)
+            patch.undo.callback(before.remove)
+            patch.undo.callback(after.remove)
+    for file, names in _files(model).items():
+        for name in names:
+            original = getattr(file, name)
+            if not hasattr(original, "_seqpar"):
+                setattr(file, name, _stand_in(name, original))
+    patch.has_mixers = True
+
+
+def _before(patch: Patch) -> Callable[..., None]:
+    @no_compile
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        shard, running = kwargs.get("seqpar"), _running.get()
+        if shard is None and (forward := current_forward()) is not None and forward.patch is patch:
+            shard = forward.batch_shard
+        if shard is None and running:
+            shard = running[-1]
+        if shard is None and patch.sharded:
+            raise ValueError(
+                f"layer={type(module).__name__}: it runs outside of a forward of the parallelized model, and does not "
+                "get the argument seqpar, so that it is not known which tokens this rank holds; call the whole model, "
+                "and if its activations are recomputed in backward, do without"
+            )
+        _running.set((*running, shard))
+
+    return before
+
+
+@no_compile
+def _after(module: nn.Module, args: Any, output: Any) -> None:
+    _running.set(_running.get()[:-1])
+
+
+def _stand_in(name: str, original: Original) -> Original:
+    @no_compile
+    def run(*args: Any, **kwargs: Any) -> Any:
+        running = _running.get()
+        shard = running[-1] if running else None
+        if shard is None:
+            return original(*args, **kwargs)
+        for argument in ("cu_seqlens", "seq_idx"):
+            if kwargs.pop(argument, None) is not None:
+                raise ValueError(
+                    f"{argument}: the documents of a sharded sequence are known from position_ids or cu_seq_lens of "
+                    "the whole batch; leave it out"
+                )
+        kwargs.pop("seqpar", None)
+        if name == "causal_conv1d_fn":  # further arguments are of the layer's call
+            kwargs = {key: x for key, x in kwargs.items() if key in ("weight", "bias", "activation")}
+        options = {"sharding": shard.sharding, "mask": None if shard.unmasked else shard.mask}
+        return _FUNCTIONS[name].sharded(original, options, *args, **kwargs)
+
+    run.__wrapped__, run._seqpar = original, True  # type: ignore[attr-defined]
+    return run

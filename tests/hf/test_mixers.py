@@ -1,0 +1,109 @@
+"""Models with linear attention, state-space layers and short convolutions: the loss and gradients of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import seqpar
+import seqpar.hf
+
+from ..pool import Pool, on_ranks
+from .families import Family, make_batch, one_process, tiny
+
+MODELS = {
+    "qwen3_5_moe": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForCausalLM",
+    "qwen3_5, image-text": "Qwen3_5ForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
+    "kimi_linear": "KimiLinearForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "lfm3": "Lfm3ForCausalLM",
+    "lara_mini": "LaraMiniForCausalLM",
+    "bailing_hybrid": "BailingHybridForCausalLM",
+}
+# One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba.
+KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba")
+TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, one batch, and how the model is parallelized."""
+
+    model: str
+    batch: str
+    strategy: str
+    layout: str
+    how: str = ""
+
+    @property
+    def family(self) -> Family:
+        kind = "image-text" if "image" in self.model else "causal"
+        return Family(kind, self.model, MODELS[self.model])
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """All gradients in one vector, in float64."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([g.detach().flatten().double() for g in grads])
+
+
+@on_ranks
+def errors(group: ProcessGroup, case: Case) -> tuple[float, float]:
+    """The relative error of the loss, and of all gradients together."""
+    reference, ours = tiny(case.family), tiny(case.family)
+    batch = make_batch(case.batch, True, reference)
+    expected = one_process(reference, batch, True)
+    if case.how == "checkpoint":
+        ours.gradient_checkpointing_enable()
+    seqpar.hf.parallelize(ours, group=group, strategy=case.strategy, layout=case.layout)
+    loss = ours(**batch).loss
+    loss.backward()
+    seqpar.sync_gradients(ours, group=group)
+    mine, theirs = gradients(ours), gradients(reference)
+    return abs(float(loss.detach()) - expected) / abs(expected), float((mine - theirs).norm() / theirs.norm())
+
+
+def check(pool: Pool, world: int, cases: list[Case]) -> None:
+    for case in cases:
+        for loss, grads in pool.run(world, errors, case):
+            assert loss < TOLERANCE and grads < TOLERANCE, (case, world, loss, grads)
+
+
+@pytest.mark.parametrize("model", KINDS)
+def test_kinds_of_mixers(pool: Pool, model: str) -> None:
+    check(pool, 2, [Case(model, "packed", "ring", "zigzag")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model(pool: Pool, model: str) -> None:
+    """Each batch, layout and strategy at least once; on 3 ranks heads are divided unevenly."""
+    check(pool, 2, [Case(model, "plain", "ulysses", "contiguous"), Case(model, "left", "ring", "striped")])
+    check(pool, 3, [Case(model, "packed", "ring", "zigzag"), Case(model, "packed", "ulysses", "striped")])
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "jamba"])
+def test_documents_on_one_rank(pool: Pool, model: str) -> None:
+    """Transformers itself lets documents of a packed row see one another in these layers; seqpar does not."""
+    check(pool, 1, [Case(model, "packed", "ring", "zigzag")])
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "nemotron_h", "lfm2"])
+def test_activation_checkpointing(pool: Pool, model: str) -> None:
+    check(pool, 2, [Case(model, "packed", "ring", "zigzag", how="checkpoint")])
