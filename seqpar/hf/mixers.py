@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.checks import no_compile
+from ..base.replaced import replaced
 from ..mixers import by_heads, halo
 from .batch import BatchShard
 from .state import Patch, current_forward
@@ -219,18 +219,11 @@ def tokenwise_mixers(model: nn.Module, called: Callable[[], None]) -> Iterator[N
 
         return run
 
-    patches = [
-        mock.patch.object(file, name, reporting(_FUNCTIONS[name].tokenwise))
-        for file, names in _files(model).items()
-        for name in names
-    ]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for file, names in _files(model).items():
+            values = {name: reporting(_FUNCTIONS[name].tokenwise) for name in names}
+            stack.enter_context(replaced(file, **values))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 # Of the layers that are running, the innermost last: the shard; None in a model that runs on this rank alone.
