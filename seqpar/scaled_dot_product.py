@@ -6,14 +6,17 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Hashable
+import threading
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import ExitStack
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -45,6 +48,10 @@ _FULL, _CAUSAL = Mask.full(), Mask.causal()
 _original = F.scaled_dot_product_attention
 # PyTorch's functions that call it: attention, and a backward in which activation checkpointing computes it again.
 _CALLERS = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+# Operators of PyTorch, and operators that packages register with PyTorch, have one of these words in their names if
+# they compute attention.
+_ATTENTION = "attention", "attn"
+_BUILTIN = frozenset(value for name, value in vars(torch).items() if "attention" in name and callable(value))
 
 
 def sdpa(
@@ -127,8 +134,13 @@ def sdpa(
 class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
     """Inside the block, ``F.scaled_dot_product_attention`` is ``seqpar.sdpa``: models that call it need no change.
 
-    This covers every way to call the function, such as ``nn.MultiheadAttention``, and also compiled models. Calls of
-    other attention functions are not seen: FlashAttention, FlexAttention, or scores that a model multiplies by itself.
+    This covers every way to call the function in Python, such as ``nn.MultiheadAttention``, and also compiled models.
+    Other attention operators raise an error: FlexAttention, and operators that a package registers with PyTorch.
+
+    The block does not see attention that another thread computes, TorchScript (``torch.jit``), functions that are not
+    registered with PyTorch, and scores that a model multiplies by itself. It raises an error only if no call at all was
+    replaced. With ``modules``, it raises an error for each of these modules that computes attention in such a way.
+
     The model must take positions from ``sharding.positions()``, and what else mixes tokens (convolutions, pooling)
     must not run inside the block.
 
@@ -142,6 +154,11 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             a mask, ``is_causal=True`` restricts it to causal pairs.
         whole_keys: the lengths of keys that every rank holds in full, such as the text of a cross-attention. PyTorch
             computes attention over these keys on each rank.
+        modules: what the calls inside of each attention module are. "sequence": attention over the sequence, under
+            ``mask`` and ``is_causal``. A mask: the same under this mask instead. None: PyTorch's own attention of this
+            rank's tensors, such as attention inside of each image. By default, every call is attention over the
+            sequence. With ``modules``, calls outside of these modules raise an error. If one of the modules is inside
+            of another, the inner one counts.
         cache: for generation: a cache made with the same sharding. The model is called with this rank's tokens of the
             prompt in the first block, and with new tokens, the same on every rank, in each later block. The calls of a
             block are the layers, so each block calls the model once.
@@ -149,13 +166,21 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a length in ``whole_keys`` is also the number of tokens of a rank; or inside the block, a call that
-            ``seqpar.sdpa`` refuses, and a call with keys of another length than this rank's tokens.
-        RuntimeError: at the end of the block, if no attention over the sharded tokens was called in it.
+            ``seqpar.sdpa`` refuses, a call with keys of another length than this rank's tokens, and a call of another
+            attention operator.
+        RuntimeError: at the end of the block, if no attention over the sharded tokens was called in it, or one of
+            ``modules`` was not called; after a call of one of ``modules``, if no attention was replaced in it.
 
     Examples:
         >>> sharding = Sharding(8)
         >>> with replace_sdpa(sharding):
         ...     y = F.scaled_dot_product_attention(*torch.ones(3, 1, 2, 8, 4), is_causal=True)
+
+        A video model, whose attention inside of each frame may have as many tokens as a rank:
+
+        >>> modules = {block.spatial: None, block.temporal: "sequence"}  # doctest: +SKIP
+        >>> with replace_sdpa(sharding, modules=modules):  # doctest: +SKIP
+        ...     y = block(x)
     """
 
     def __init__(
@@ -164,6 +189,7 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
         mask: Mask | None = None,
         *,
         whole_keys: Collection[int] = (),
+        modules: Mapping[nn.Module, Mask | Literal["sequence"] | None] | None = None,
         cache: KeyValueCache | None = None,
         **options: Unpack[SdpaOptions],
     ) -> None:
@@ -183,18 +209,25 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             )
         if cache is not None:
             check_cache(cache, sharding, 0.0)
+        mask = _FULL if mask is None else mask
         self.sharding, self.options, self.whole_keys, self.cache = sharding, options, tuple(whole_keys), cache
-        self.mask = _FULL if mask is None else mask
-        self.causal_mask = _CAUSAL if mask is None else mask & _CAUSAL
+        self.masks = mask, _CAUSAL if mask is _FULL else mask & _CAUSAL  # without and with is_causal
+        self.modules = None if modules is None else _Modules(modules, self.masks)
         self.calls = 0
 
     def __enter__(self) -> replace_sdpa:
         self.calls = 0
+        if self.modules is not None:
+            self.modules.watch(lambda: self.calls)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, error: Any, *args: Any) -> None:
         super().__exit__(error, *args)  # type: ignore[no-untyped-call]
+        if self.modules is not None:
+            self.modules.hooks.close()
+            if error is None:
+                self.modules.check_all_called()
         if error is None and not self.calls:
             raise RuntimeError(
                 "replace_sdpa: no F.scaled_dot_product_attention over the sharded tokens was called in the block, so "
@@ -209,8 +242,15 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
         if func is Tensor.unflatten:  # torch.compile cannot trace the function itself here
             return args[0].unflatten(*args[1:], **kwargs)
         if func not in _CALLERS:
+            if _is_attention(func) and self._masks() is not None:
+                raise ValueError(
+                    f"{func}: inside replace_sdpa, this operator computes attention over this rank's tokens only; call "
+                    "F.scaled_dot_product_attention, or seqpar.attention with a seqpar.Mask; if its keys are not "
+                    "sharded, pass replace_sdpa modules={module: None}, with the module that calls it"
+                )
             return func(*args, **kwargs)
-        if func is F.multi_head_attention_forward and kwargs.get("need_weights", True):
+        needs_weights = func is F.multi_head_attention_forward and kwargs.get("need_weights", True)
+        if needs_weights and self._masks() is not None:
             raise ValueError(
                 "need_weights=True: nn.MultiheadAttention computes the weights of this rank's tokens only; call it "
                 "with need_weights=False"
@@ -218,6 +258,10 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
         # The mode is off in here.
         with patch.object(F, "scaled_dot_product_attention", self._attend):
             return func(*args, **kwargs)
+
+    def _masks(self) -> tuple[Mask, Mask] | None:
+        """The masks of a call, without and with ``is_causal``; None if it is PyTorch's own attention."""
+        return self.masks if self.modules is None else self.modules.masks_now()
 
     def _attend(
         self,
@@ -230,6 +274,9 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        masks = self._masks()
+        if masks is None:
+            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if key.shape[-2] in self.whole_keys:
             if is_causal and query.shape[-2] != key.shape[-2]:
                 raise ValueError(
@@ -244,7 +291,6 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             )
         _check_checkpoint()
         self.calls += 1
-        mask = self.causal_mask if is_causal else self.mask
         return sdpa(
             query,
             key,
@@ -255,11 +301,104 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
             scale,
             enable_gqa,
             sharding=self.sharding,
-            mask=mask,
+            mask=masks[is_causal],
             cache=self.cache,
             layer=self.calls,
             **self.options,
         )
+
+
+class _Modules:
+    """What the calls of attention inside of each module are, and hooks that tell which of the modules is running.
+
+    Attributes:
+        masks: the masks of each module's calls without and with ``is_causal``; None for PyTorch's own attention.
+        called: the modules that have been called in the block.
+        hooks: removes the hooks when it is closed.
+    """
+
+    def __init__(self, modules: object, masks: tuple[Mask, Mask]) -> None:
+        if not isinstance(modules, Mapping):
+            raise TypeError(
+                f"modules={type(modules).__name__}: expected a dict of attention modules, such as {{m: None}}"
+            )
+        self.masks: dict[nn.Module, tuple[Mask, Mask] | None] = {}
+        for module, kind in modules.items():
+            if not isinstance(module, nn.Module):
+                raise TypeError(
+                    f"modules: the key {module!r} is no nn.Module; pass the module itself, such as "
+                    "dict(model.named_modules())[name]"
+                )
+            if isinstance(kind, Mask):
+                self.masks[module] = kind, kind & _CAUSAL
+            elif kind is None or kind == "sequence":
+                self.masks[module] = masks if kind else None
+            else:
+                raise TypeError(f"modules: {kind!r} for {_name(module)}; expected 'sequence', a seqpar.Mask or None")
+        self.called: set[nn.Module] = set()
+        self.hooks = ExitStack()
+        self._running = _Running()
+
+    def watch(self, calls: Callable[[], int]) -> None:
+        """Register the hooks. ``calls`` returns the number of calls that were replaced so far."""
+        self.called.clear()
+
+        def before(module: nn.Module, args: Any) -> None:
+            self.called.add(module)
+            self._running.modules.append((module, calls()))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            _, calls_before = self._running.modules.pop()
+            if self.masks[module] is not None and output is not None and calls() == calls_before:
+                raise RuntimeError(
+                    f"modules: {_name(module)} called no F.scaled_dot_product_attention that replace_sdpa could "
+                    "replace, so that no token has seen another rank's tokens in it; it computes attention in another "
+                    "thread, in TorchScript or with another function: call F.scaled_dot_product_attention or "
+                    "seqpar.attention in the thread of the block; or pass None for it if its keys are not sharded"
+                )
+
+        for module in self.masks:
+            # The hook after a module also runs after an error, such as the one that ends a recomputation.
+            self.hooks.enter_context(module.register_forward_pre_hook(before, prepend=True))
+            self.hooks.enter_context(module.register_forward_hook(after, always_call=True))
+
+    def masks_now(self) -> tuple[Mask, Mask] | None:
+        """The masks of a call of attention, from the module that is running."""
+        if not self._running.modules:
+            raise ValueError(
+                "modules: attention was called outside of the given modules; pass the module that calls it too. If it "
+                "is one of them, it was not called as module(...) or is compiled code: compile the model without it "
+                "(torch.compiler.disable)"
+            )
+        return self.masks[self._running.modules[-1][0]]
+
+    def check_all_called(self) -> None:
+        missed = [_name(module) for module in self.masks if module not in self.called]
+        if missed:
+            raise RuntimeError(
+                f"modules: {len(missed)} of {len(self.masks)} modules were not called in the block, the first of them "
+                f"{missed[0]}; TorchScript and compiled code do not call a model's modules: leave these modules out "
+                "if the model does not use them"
+            )
+
+
+class _Running(threading.local):
+    """The given modules that are running in this thread, with the number of calls before each; the inner one last."""
+
+    def __init__(self) -> None:
+        self.modules: list[tuple[nn.Module, int]] = []
+
+
+def _name(module: nn.Module) -> str:
+    return repr(module).split("\n")[0].removesuffix("(")
+
+
+def _is_attention(func: Any) -> bool:
+    """Whether ``func`` is an operator that computes attention by itself. seqpar's own are not."""
+    if not isinstance(func, OpOverload | OpOverloadPacket | HigherOrderOperator):
+        return func in _BUILTIN
+    name = str(func)
+    return any(word in name for word in _ATTENTION) and not name.startswith("seqpar.")
 
 
 def _check_checkpoint() -> None:

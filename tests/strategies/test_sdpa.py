@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -148,6 +150,164 @@ def test_models_without_a_changed_line(pool: Pool, name: str) -> None:
     pool.run(2, train, name, torch.seed() % 2**31)
 
 
+# What each module's calls are
+
+
+class Video(nn.Module):
+    """Attention inside of each frame, whose length is the number of tokens of a rank, and over the sequence."""
+
+    def __init__(self, tokens: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.spatial, self.temporal = Attention(), Attention()
+        self.last = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.tokens, self.checkpointed = tokens, checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        frames = x.unflatten(1, (-1, self.tokens))
+        x = self.spatial(frames.flatten(0, 1)).view_as(x)
+        x = checkpoint(self.temporal, x, use_reentrant=False) if self.checkpointed else self.temporal(x)
+        y: Tensor = self.last(x, x, x, need_weights=False)[0]
+        return y
+
+
+@on_ranks
+def train_by_module(group: ProcessGroup, checkpointed: bool, seed: int) -> None:
+    """One module has PyTorch's own attention, one a mask of its own, and one the mask of the block."""
+    torch.manual_seed(seed)
+    length = 24
+    tokens = length // group.size()
+    model = Video(tokens, checkpointed).double()
+    x, dout = torch.randn(2, 2, length, 16, dtype=torch.float64)
+    results = []
+    for sharding in (seqpar.Sharding(length, strategy="local"), seqpar.Sharding(length, "contiguous", group=group)):
+        window: Mask = Mask.sliding_window(5)
+        modules: Any = {model.spatial: None, model.temporal: window, model.last: "sequence"}
+        strategy: Any = "local" if sharding.sequence_group is None else "ring"
+        model.zero_grad()
+        with seqpar.replace_sdpa(sharding, Mask.prefix_lm(7), modules=modules, strategy=strategy):
+            y = model(sharding.shard(x))
+            y.backward(sharding.shard(dout))
+        if sharding.sequence_group is not None:
+            seqpar.sync_gradients(model, group=group, reduce="sum")
+            y = sharding.unshard(y)
+        results.append([y.detach(), *(p.grad for p in model.parameters())])
+    for expected, result in zip(*results, strict=True):
+        assert_close(result, expected, torch.float64)
+    # The masks are where they should be.
+    frames = model.spatial(x.view(-1, tokens, 16)).view_as(x)
+    q, k, v = model.temporal.qkv(frames).unflatten(2, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+    y = F.scaled_dot_product_attention(q, k, v, (window & Mask.causal()).dense(length))
+    y = frames + y.transpose(1, 2).flatten(2)
+    y = model.last(y, y, y, need_weights=False, attn_mask=~Mask.prefix_lm(7).dense(length))[0]
+    assert_close(results[0][0], y.detach(), torch.float64)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_the_calls_of_a_module_are(pool: Pool, checkpointed: bool) -> None:
+    pool.run(3, train_by_module, checkpointed, torch.seed() % 2**31)
+
+
+class Elsewhere(nn.Module):
+    """Attention in another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        results: list[Tensor] = []
+        thread = threading.Thread(target=lambda: results.append(self.inner(x)))
+        thread.start()
+        thread.join()
+        return results[0]
+
+
+class Traced(nn.Module):
+    """Attention in TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.trace(Attention(), torch.randn(1, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = compiled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+class Twice(nn.Module):
+    """A module whose attention is replaced, and another one."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = Attention(), other
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.other(self.one(x))
+        return y
+
+
+def modules_of(other: nn.Module, named: Callable[[nn.Module], dict[nn.Module, Any]]) -> None:
+    model = Twice(other)
+    with seqpar.replace_sdpa(SHARDING, modules={model.one: "sequence"} | named(other)):
+        model(torch.randn(1, 8, 16))
+
+
+@pytest.mark.parametrize(
+    ("make", "named", "message"),
+    [
+        (Elsewhere, lambda m: {m: "sequence"}, r"Elsewhere\(? called no .* could replace"),
+        (Traced, lambda m: {m: "sequence"}, "Traced called no .* in TorchScript"),
+        (Traced, lambda m: {m: "sequence", Attention(): Mask.full()}, "called no"),
+        (Attention, lambda m: {}, "outside of the given modules"),
+        (Attention, lambda m: {m.qkv: "sequence"}, "Linear.* called no|outside of the given modules"),
+        (nn.Identity, lambda m: {m: None, Attention(): "sequence"}, "1 of 3 modules were not called .* Attention"),
+        (Attention, lambda m: {"one": "sequence"}, "key 'one' is no nn.Module"),
+        (Attention, lambda m: {m: "local"}, "'local' for Attention"),
+    ],
+)
+def test_attention_that_is_not_replaced_is_noticed(make: Any, named: Any, message: str) -> None:
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=message):
+        modules_of(make(), named)
+
+
+def test_the_hooks_end_with_the_block() -> None:
+    model = Attention()
+    with pytest.raises(TypeError), seqpar.replace_sdpa(SHARDING, modules={model: "sequence"}):
+        model("no tensor")
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    model(torch.randn(1, 5, 16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [False, True], ids=["new", "compiled before"])
+def test_modules_in_compiled_code(before: bool) -> None:
+    """Compiled code is right, or refused."""
+    model, x = Twice(Attention()), torch.randn(1, 8, 16)
+    torch._dynamo.reset()
+    code: Any = torch.compile(model, backend="aot_eager")
+    if before:
+        code(x)
+    for kind in ("sequence", Mask.causal(), Mask.sliding_window(0)):
+        results = []
+        for call in (model, code):
+            refusals = [ValueError, RuntimeError] if call is code else []
+            modules: Any = {model.one: kind, model.other: "sequence"}
+            with suppress(*refusals), seqpar.replace_sdpa(SHARDING, modules=modules):
+                results.append(call(x))
+        for result in results:
+            torch.testing.assert_close(result, results[0])
+
+
 # Refused
 
 SHARDING = seqpar.Sharding(8)
@@ -186,6 +346,21 @@ def no_attention() -> None:
     torch.softmax(X, -1)
 
 
+def flex() -> None:
+    F.scaled_dot_product_attention(X, X, X)
+    flex_attention(X, X, X)
+
+
+def fused() -> None:
+    F.scaled_dot_product_attention(X, X, X)
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(X, X, X)
+
+
+def fused_by_torch() -> None:
+    F.scaled_dot_product_attention(X, X, X)
+    torch._scaled_dot_product_attention_math(X, X, X)
+
+
 def reentrant_checkpoint() -> None:
     Checkpointed(use_reentrant=True)(torch.randn(1, 8, 16, requires_grad=True))
 
@@ -196,6 +371,9 @@ def reentrant_checkpoint() -> None:
         (cross_attention, r"8 queries and 3 keys: .* whole_keys=\[3\]"),
         (causal_over_whole_keys, "8 sharded queries with 5 keys"),
         (weights, "need_weights=False"),
+        (flex, r"flex_attention: .* seqpar\.attention with a seqpar\.Mask; .* modules="),
+        (fused, "aten._scaled_dot_product_flash_attention_for_cpu: .* seqpar.attention"),
+        (fused_by_torch, "_scaled_dot_product_attention_math.*: .* seqpar.attention"),
         (no_attention, "no token has seen another rank's tokens"),
         (reentrant_checkpoint, "use_reentrant=False"),
     ],
