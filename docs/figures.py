@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from seqpar import Mask
-from seqpar.placement.layout import LAYOUTS, Layout, shard_positions
+from seqpar.placement.layout import LAYOUTS, LayoutName, shard_positions
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -95,18 +95,18 @@ class Drawing:
         path.write_text("\n".join(lines) + "\n")
 
 
-def positions(rank: int, layout: Layout) -> list[int]:
+def positions(rank: int, layout: LayoutName) -> list[int]:
     """The tokens that a rank holds."""
     return shard_positions(TOKENS, RANKS, rank, layout).tolist()
 
 
-def owners(layout: Layout) -> list[int]:
+def owners(layout: LayoutName) -> list[int]:
     """The rank that holds each token."""
     rank_of = {token: rank for rank in range(RANKS) for token in positions(rank, layout)}
     return [rank_of[token] for token in range(TOKENS)]
 
 
-def sent(visible: Tensor, layout: Layout, owner: int, receiver: int) -> list[int]:
+def sent(visible: Tensor, layout: LayoutName, owner: int, receiver: int) -> list[int]:
     """The tokens of ``owner`` whose keys and values ``receiver`` needs, because one of its queries sees them."""
     needed = visible[positions(receiver, layout)].any(0)
     return [token for token in positions(owner, layout) if needed[token]]
@@ -127,7 +127,7 @@ def rank_names(d: Drawing, x: float, y: float, step: float) -> None:
         d.text(x, y + rank * step, f"rank {rank}", 11, COLOURS[rank], "end", bold=True)
 
 
-def layout_panel(layout: Layout) -> Callable[[Drawing], None]:
+def layout_panel(layout: LayoutName) -> Callable[[Drawing], None]:
     """The tokens of one layout, the causal mask coloured by the rank that computes each row, and the work per rank."""
 
     def draw(d: Drawing) -> None:
@@ -158,7 +158,7 @@ def layout_panel(layout: Layout) -> Callable[[Drawing], None]:
 LAYOUT_WIDTH, LAYOUT_HEIGHT = 272.0, 345.0
 
 
-def ring_panel(layout: Layout) -> Callable[[Drawing], None]:
+def ring_panel(layout: LayoutName) -> Callable[[Drawing], None]:
     """The keys and values with which each rank computes at each step, and the ranks that send them."""
 
     def draw(d: Drawing) -> None:

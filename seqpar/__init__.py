@@ -29,6 +29,7 @@ from .layers import (
     token_loss,
 )
 from .masks.mask import Mask
+from .placement.layout import Assigned
 from .ranks.mesh import init_mesh
 from .scaled_dot_product import replace_sdpa, sdpa
 from .sharding.functions import positions, shard, unshard
@@ -77,6 +78,7 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
+    "Assigned",
     "AttentionLayer",
     "AutoAttention",
     "ContextParallelAttention",

@@ -19,7 +19,7 @@ from .base.checks import check_head_vector, check_inputs, check_int, has_length,
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
 from .masks.mask import Mask, check_rows
-from .placement.layout import Layout, check_lengths
+from .placement.layout import Layout, check_layout, check_lengths, least_length
 from .placement.strategies import StrategyName
 from .ranks.mesh import sequence_group
 from .schedule.plan import plan_ahead
@@ -139,7 +139,7 @@ def attention(
         mask: which keys each query sees, in global positions.
         mesh: the ranks that the sequence is sharded over, as a mesh (see ``init_mesh``).
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the default group.
-        layout: how the tokens are sharded, as given to ``shard``: "contiguous", "zigzag" or "striped". Over several
+        layout: how the tokens are sharded, as given to ``shard``: a name or a ``seqpar.Assigned``. Over several
             ranks either this or ``sharding`` must be given. A causal mask gives all ranks the same work under "zigzag"
             and "striped" only.
         sharding: the ``Sharding`` that the tokens were sharded with, instead of mesh, group, layout and ``seq_len``.
@@ -261,9 +261,11 @@ def _agree(
         if sharding is not None:
             check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             seq_len = sharding.seq_len
-        else:  # of no tokens, as long as their number is not known
+        else:  # of few tokens, as long as their number is not known
             make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)
-            sharding = make_sharding(0 if seq_len is None else seq_len, require_layout(layout, sequence))
+            layout = require_layout(layout, sequence)
+            check_layout(layout)
+            sharding = make_sharding(least_length(layout) if seq_len is None else seq_len, layout)
         placement = sharding.place(spec)
         if dropout_seed is not None:
             _check_seed(dropout_seed)

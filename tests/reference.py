@@ -220,9 +220,14 @@ def rank_positions(seq_len: int, ranks: int, rank: int, layout: str) -> Tensor:
     elif layout == "zigzag":
         chunks = np.array_split(tokens, 2 * ranks)
         mine = np.concatenate([chunks[rank], chunks[2 * ranks - 1 - rank]])
-    else:
-        assert layout == "striped"
+    elif layout == "striped":
         mine = tokens[tokens % ranks == rank]
+    else:  # each piece belongs to any rank, so that some hold no tokens; every third length is cut into single tokens
+        assert layout == "assigned"
+        chance = np.random.default_rng([seq_len, ranks])
+        cuts = tokens if seq_len % 3 == 0 else chance.integers(0, seq_len + 1, 3 * ranks)
+        piece = np.searchsorted(np.sort(cuts), tokens, side="right")
+        mine = tokens[chance.integers(0, ranks, len(cuts) + 1)[piece] == rank]
     return torch.from_numpy(mine.copy())
 
 

@@ -7,7 +7,32 @@ value of ``comm``, has no row here. Importing this module has no side effects.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
+
+import numpy as np
+
+from seqpar import Assigned
+from seqpar.placement import layout
+
+from .reference import rank_positions
+
+# Every layout has a row: the names, and random ranges of positions for each rank (``reference.rank_positions``).
+LAYOUTS = (*layout.LAYOUTS, "assigned")
+
+
+def layout_of(name: str, seq_len: int, ranks: int) -> Any:
+    """The layout with which rank ``r`` of ``ranks`` holds ``rank_positions(seq_len, ranks, r, name)``."""
+    if name != "assigned":
+        return name
+
+    def ranges(rank: int) -> list[range]:
+        mine = rank_positions(seq_len, ranks, rank, name).numpy()
+        cuts = [0, *(np.flatnonzero(np.diff(mine) > 1) + 1).tolist(), len(mine)]
+        return [range(int(mine[a]), int(mine[b - 1]) + 1) for a, b in pairwise(cuts) if a < b]
+
+    return Assigned(tuple(tuple(ranges(rank)) for rank in range(ranks)))
+
 
 # The keys are used in the ids of tests. The values are arguments of ``seqpar.attention`` and ``ParallelAttention``.
 STRATEGIES: dict[str, dict[str, Any]] = {

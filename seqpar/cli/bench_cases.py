@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.checks import check_choice, check_int, check_number
 from ..kernels import BACKENDS
 from ..masks.mask import Mask
-from ..placement.layout import LAYOUTS, Layout
+from ..placement.layout import LAYOUTS, LayoutName
 from ..placement.strategies import COMMS, STRATEGIES
 from ..planner.mixes import mask_of
 
@@ -58,7 +58,7 @@ class BenchStrategy:
     """A strategy of seqpar, by one of ``strategy_names()``, with a layout and a backend."""
 
     strategy: str
-    layout: Layout
+    layout: LayoutName
     backend: str = "auto"
 
     @property
@@ -127,7 +127,7 @@ class BenchConfig:
 
     preset: tuple[str, ...] = ("causal",)
     strategy: tuple[str, ...] = ()
-    layout: tuple[Layout, ...] = ()
+    layout: tuple[LayoutName, ...] = ()
     mask: tuple[str, ...] = ()
     seq_len: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()

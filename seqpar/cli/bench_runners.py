@@ -37,7 +37,7 @@ from ..comm.p2p import without_messages
 from ..comm.trace import count_sent, trace
 from ..functional import attention
 from ..masks.mask import Mask
-from ..placement.layout import Layout, shard_positions
+from ..placement.layout import LayoutName, shard_positions
 from ..ranks.mesh import Ranks
 from ..sharding.sharding import Sharding
 from .bench_cases import BenchCase, BenchStrategy
@@ -64,7 +64,7 @@ class BenchSetting:
     def mask(self) -> Mask:
         return self.case.make_mask()
 
-    def positions(self, layout: Layout = "contiguous") -> Tensor:
+    def positions(self, layout: LayoutName = "contiguous") -> Tensor:
         """Global positions of this rank's tokens, int64 ``[s]``."""
         return shard_positions(self.case.seq_len, self.group.size(), self.group.rank(), layout)
 

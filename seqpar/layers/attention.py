@@ -33,7 +33,7 @@ from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerp
 from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
 from ..masks.mask import Mask, check_rows
-from ..placement.layout import LAYOUTS, Layout, check_lengths
+from ..placement.layout import Layout, check_layout, check_lengths, least_length
 from ..placement.placement import ParallelContext
 from ..placement.strategies import COMMS, STRATEGIES
 from ..schedule.plan import plan_ahead
@@ -151,7 +151,7 @@ class AttentionLayer(nn.Module):
         super().__init__()
         kv_heads, head_dim = check_heads(hidden_size, num_heads, num_kv_heads, head_dim)
         if layout is not None:
-            check_choice("layout", layout, LAYOUTS)
+            check_layout(layout)
         check_choice("backend", backend, ("auto", *BACKENDS))
         if check_number("softcap", softcap) < 0:
             raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
@@ -250,7 +250,7 @@ class AttentionLayer(nn.Module):
         """
         if cache is not None:
             return self._compute_cached(x_local, mask, sharding, positions, seq_len, cache)
-        if isinstance(sharding, Sharding) and seq_len is None and self.layout in (None, sharding.layout):
+        if isinstance(sharding, Sharding) and seq_len is None and self.layout in (None, sharding.layout_name):
             return self._compute(x_local, mask, sharding, positions)
         return self._agree_and_compute(x_local, mask, sharding, positions, seq_len)
 
@@ -279,7 +279,8 @@ class AttentionLayer(nn.Module):
             check_backend(self.spec.backend)
             self._check_input(x, mask, positions)
             layout = layout_of(self.layout, **where) if self.strategy == "tp_sp" else require_layout(self.layout, group)
-            Sharding(0, layout, **where).place(self.spec, self._parallel_context)  # raises if the options do not fit
+            of_few_tokens = Sharding(least_length(layout), layout, **where)
+            of_few_tokens.place(self.spec, self._parallel_context)  # raises if the options do not fit
         joins_backward = True
         if needs_handshake:
             numbers = self.spec.softmax_scale, self.spec.softcap, self.spec.dropout_p * self.training

@@ -5,6 +5,7 @@
   (the layout of Llama 3's and ring-flash-attention's context parallelism).
 * ``striped``: rank ``r`` holds positions ``r, r + ranks, r + 2 * ranks, ...`` (Brandon et al., Striped Attention,
   2023).
+* an ``Assigned`` value: any ranges of positions for each rank.
 
 A length need not divide by the number of parts: when ``length`` is split into ``m`` parts, the first ``length % m``
 parts hold one token more.
@@ -35,24 +36,127 @@ mask all three are balanced.
 
 from __future__ import annotations
 
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from ..base.cache import cached_tensors
-from ..base.checks import TRANSPOSE
+from ..base.checks import TRANSPOSE, check_choice
 
-Layout = Literal["contiguous", "zigzag", "striped"]
-LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+LayoutName = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 CPU = torch.device("cpu")
 # Tokens of a rank at equal distances: their indices among the rank's tokens, and among the tokens of several ranks.
 Piece = tuple[slice, slice]
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Assigned:
+    """A layout that says for each rank which global positions it holds, in any division of a sequence.
+
+    Immutable, hashable and comparable. Two values are equal if their ranks hold the same positions.
+
+    Args:
+        by_rank: for each rank its positions, as increasing ranges of consecutive positions. The ranges of all ranks
+            together must hold every position from 0 to the sequence's length once. A rank may hold none. Neighbouring
+            ranges of a rank are merged, and empty ranges are left out.
+
+    Raises:
+        TypeError: a range is not a ``range``.
+        ValueError: a range has another step than 1 or begins before the rank's range before it, two ranges overlap, or
+            a position is in no range.
+
+    Examples:
+        >>> Assigned([[range(0, 2), range(6, 7)], [range(2, 6)]])
+        Assigned(7 tokens, 2 ranks, 3 ranges, checksum=f64f7745)
+    """
+
+    by_rank: tuple[tuple[range, ...], ...]
+    seq_len: int = field(init=False)
+    checksum: int = field(init=False)  # the same in every process: ranks compare it
+
+    def __post_init__(self) -> None:
+        by_rank = tuple(_merged_ranges(rank, ranges) for rank, ranges in enumerate(self.by_rank))
+        holders = sorted((r.start, r.stop, rank) for rank, ranges in enumerate(by_rank) for r in ranges)
+        end, before = 0, -1
+        for start, stop, rank in holders:
+            if start > end:
+                raise ValueError(f"by_rank: no rank holds {range(end, start)}; each position needs one rank")
+            if start < 0:
+                raise ValueError(f"by_rank: rank {rank} holds {range(start, stop)}; positions are at least 0")
+            if start < end:
+                both = range(start, min(stop, end))
+                raise ValueError(f"by_rank: ranks {before} and {rank} both hold {both}; each position needs one rank")
+            end, before = stop, rank
+        numbers = " ".join(f"{start},{stop},{rank}" for start, stop, rank in holders)
+        checksum = zlib.crc32(f"{len(by_rank)} {numbers}".encode())
+        for name, value in (("by_rank", by_rank), ("seq_len", end), ("checksum", checksum)):
+            object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Assigned):
+            return NotImplemented
+        return self is other or (self.checksum == other.checksum and self.by_rank == other.by_rank)
+
+    def __hash__(self) -> int:
+        return self.checksum  # the hash of all ranges would be computed at every look-up in a cache
+
+    def __repr__(self) -> str:
+        ranges = sum(map(len, self.by_rank))
+        return (
+            f"Assigned({self.seq_len} tokens, {len(self.by_rank)} ranks, {ranges} ranges, checksum={self.checksum:08x})"
+        )
+
+
+def _merged_ranges(rank: int, ranges: Iterable[range]) -> tuple[range, ...]:
+    """The ranges of ``rank`` without empty ones, and with neighbours merged, after checking them."""
+    merged: list[range] = []
+    for r in ranges:
+        if not isinstance(r, range):
+            raise TypeError(f"by_rank: rank {rank} holds {r!r}; expected a range of positions, such as range(0, 8)")
+        if not r:
+            continue
+        if r.step != 1 and len(r) > 1:
+            raise ValueError(f"by_rank: rank {rank} holds {r}; give ranges of consecutive positions, of step 1")
+        if merged and r[0] < merged[-1].stop:
+            raise ValueError(f"by_rank: rank {rank} holds {r} after {merged[-1]}; give its ranges in increasing order")
+        if merged and r[0] == merged[-1].stop:
+            merged[-1] = range(merged[-1].start, r[-1] + 1)
+        else:
+            merged.append(range(r[0], r[-1] + 1))
+    return tuple(merged)
+
+
+# Which positions each rank holds: by name, or one by one.
+Layout: TypeAlias = LayoutName | Assigned
+
+
+def check_layout(layout: object, seq_len: int | None = None, ranks: int | None = None) -> None:
+    """Raise unless ``layout`` is a layout, and fits a sequence of ``seq_len`` tokens over ``ranks`` ranks.
+
+    Raises:
+        TypeError: it is neither a name nor an ``Assigned``.
+        ValueError: an unknown name, or an ``Assigned`` for another length or number of ranks.
+    """
+    if not isinstance(layout, Assigned):
+        check_choice("layout", layout, LAYOUTS)
+        return
+    if seq_len not in (None, layout.seq_len):
+        raise ValueError(f"layout={layout!r}: the sequence has {seq_len} tokens; make a layout for this length")
+    if ranks not in (None, len(layout.by_rank)):
+        raise ValueError(f"layout={layout!r}: the sequence is sharded over {ranks} ranks; make a layout for them")
+
+
+def least_length(layout: Layout) -> int:
+    """The fewest tokens that a sequence with ``layout`` may have."""
+    return layout.seq_len if isinstance(layout, Assigned) else 0
 
 
 def split_range(length: int, parts: int, index: int) -> range:
@@ -73,6 +177,9 @@ def chunk_range(length: int, parts: int, index: int) -> range:
 
 def shard_ranges(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguous") -> tuple[range, ...]:
     """The global positions that ``rank`` of ``ranks`` holds, as non-empty ranges in increasing order."""
+    check_layout(layout, seq_len, ranks)
+    if isinstance(layout, Assigned):
+        return layout.by_rank[rank]
     if layout == "contiguous":
         ranges: tuple[range, ...] = (split_range(seq_len, ranks, rank),)
     elif layout == "zigzag":
@@ -80,10 +187,8 @@ def shard_ranges(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguo
         second = split_range(seq_len, 2 * ranks, 2 * ranks - 1 - rank)
         # On the last rank the two parts are neighbours and form one range.
         ranges = (range(first.start, second.stop),) if first.stop == second.start else (first, second)
-    elif layout == "striped":
+    else:  # striped
         ranges = (range(rank, seq_len, ranks),)
-    else:
-        raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
     return tuple(r for r in ranges if len(r))
 
 
@@ -271,7 +376,7 @@ class TokenLayout:
 
     Attributes:
         seq_len: tokens of the full sequence.
-        layout: which positions each rank holds: "contiguous", "zigzag" or "striped".
+        layout: which positions each rank holds: "contiguous", "zigzag", "striped", or an ``Assigned``.
         ring, ulysses, tensor: ranks along each dimension.
         replicated: whether every rank of the ring holds the keys of all its ranks, so that none are sent.
     """

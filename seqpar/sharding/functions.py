@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..base.checks import check_choice, no_compile
+from ..base.checks import no_compile
 from ..comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
-from ..placement.layout import LAYOUTS, Layout, check_lengths
+from ..placement.layout import Layout, check_layout, check_lengths
 from ..placement.strategies import StrategyName
 from .sharding import Sharding, check_dim, check_sharding, require_layout, resolve_sequence_group
 
@@ -36,8 +36,9 @@ def shard(
         dim: the dimension of the sequence.
         mesh: the sequence is sharded over its ring and ulysses dimensions.
         group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
-        layout: which tokens each rank holds: "contiguous", "zigzag" or "striped". It may be left out for a single rank,
-            and for ranks that are tensor-parallel alone ("tp_sp"), whose layout is then "contiguous".
+        layout: which tokens each rank holds: "contiguous", "zigzag", "striped" or a ``seqpar.Assigned``. It may be left
+            out for a single rank, and for ranks that are tensor-parallel alone ("tp_sp"), whose layout is then
+            "contiguous".
         sharding: instead of the other arguments; the call is then ``sharding.shard(x, dim)``.
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
             difference.
@@ -104,7 +105,7 @@ def unshard(
 
     def header() -> _ShardHeader:
         axis = check_dim("x_local", x_local, dim)  # if it raises, all ranks raise
-        check_choice("layout", layout, LAYOUTS)
+        check_layout(layout)
         other_dims = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
         return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, other_dims))
 

@@ -17,7 +17,15 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..base.checks import check_bool, check_choice, check_dense, check_int, no_compile
 from ..base.compile_types import Opaque, register_reference_type
 from ..comm.waiting import operation
-from ..placement.layout import LAYOUTS, Layout, TokenLayout, check_length, shard_length, shard_positions
+from ..placement.layout import (
+    LAYOUTS,
+    Layout,
+    TokenLayout,
+    check_layout,
+    check_length,
+    shard_length,
+    shard_positions,
+)
 from ..placement.placement import ANY_RANKS, ParallelContext, Placement
 from ..placement.strategies import STRATEGIES, StrategyName, resolve
 from ..ranks.mesh import (
@@ -36,8 +44,11 @@ from .shards import Unshard, local_shard
 from .spec import REPLICATED, AttentionSpec
 
 
-# A compiled function depends on the ranks, and with them on their hosts, and on the layout, but not on the length.
-@register_reference_type(lambda sharding: [*sharding.ranks_key, sharding.layout], reads=["layout", "ranks", "per_host"])
+# A compiled function depends on the ranks, and with them on their hosts, and on the layout's name, but not on the
+# length, and not on the ranges of an ``Assigned`` layout.
+@register_reference_type(
+    lambda sharding: [*sharding.ranks_key, sharding.layout_name], reads=["layout_name", "ranks", "per_host"]
+)
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharding(Opaque):
     """How one sequence is divided over ranks: its length, its layout, and the ranks.
@@ -53,7 +64,8 @@ class Sharding(Opaque):
 
     Args:
         seq_len: tokens of the full sequence. It need not divide by anything.
-        layout: which tokens each rank holds: "contiguous", "zigzag" or "striped" (see ``seqpar.layout``).
+        layout: which tokens each rank holds: "contiguous", "zigzag", "striped" or a ``seqpar.Assigned``, which lists
+            each rank's ranges of positions.
         mesh: the sequence is sharded over its ring and ulysses dimensions.
         group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
         strategy: with "tp_sp" the sequence is sharded over the mesh's tp dimension too. No other strategy makes a
@@ -85,8 +97,9 @@ class Sharding(Opaque):
 
     def __post_init__(self) -> None:
         check_int("seq_len", self.seq_len, 0)
-        check_choice("layout", self.layout, LAYOUTS)
+        check_layout(self.layout)
         group = resolve_sequence_group(self.mesh, self.group, self.strategy)
+        check_layout(self.layout, self.seq_len, size_of(group))
         # Without a mesh, compare the resolved group, because the default group may change later.
         key = self.seq_len, self.layout, self.strategy == "tp_sp", group if self.mesh is None else self.mesh
         for name, value in (("sequence_group", group), ("_key", key), ("_hash", hash(key))):
@@ -104,6 +117,11 @@ class Sharding(Opaque):
     @cached_property
     def _tokens(self) -> TokenLayout:
         return TokenLayout(self.seq_len, self.layout, ring=self.ranks)
+
+    @property
+    def layout_name(self) -> str:
+        """The layout's name; "assigned" for an ``Assigned``."""
+        return self.layout if isinstance(self.layout, str) else "assigned"
 
     @property
     def ranks(self) -> int:
@@ -391,7 +409,7 @@ def check_sharding(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: str | None = None,
+    layout: Layout | None = None,
     seq_len: int | None = None,
     strategy: str | None = None,
 ) -> None:

@@ -24,7 +24,6 @@ import torch
 
 from ..comm.trace import count_choice
 from ..masks.mask import Mask
-from ..placement.layout import Layout
 from ..placement.strategies import StrategyName, StrategyOptions
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec, constants
@@ -36,14 +35,14 @@ def named(spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, sharding: 
         return spec
     is_local = mask.is_local or (spec.layer_mask is not None and any(spec.layer_mask[1:]))
     ranks = sharding.ranks
-    strategy, options = fastest(is_local, heads, kv_heads, sharding.layout, ranks, sharding.per_host)
+    strategy, options = fastest(is_local, heads, kv_heads, sharding.layout_name, ranks, sharding.per_host)
     if ranks > 1 and not torch.compiler.is_compiling():
         count_choice(strategy)
     return spec.having(strategy=strategy, strategy_options=constants(options))
 
 
 def fastest(
-    is_local: bool, heads: int, kv_heads: int, layout: Layout, ranks: int, per_host: int
+    is_local: bool, heads: int, kv_heads: int, layout: str, ranks: int, per_host: int
 ) -> tuple[StrategyName, StrategyOptions]:
     """The strategy that should be the fastest, and its options on a plain group.
 
@@ -51,7 +50,7 @@ def fastest(
         is_local: whether queries see few keys of other ranks (``Mask.is_local``).
         heads: query heads.
         kv_heads: KV heads.
-        layout: how the tokens are sharded.
+        layout: the name of the layout (``Sharding.layout_name``).
         ranks: the number of ranks that the sequence is sharded over.
         per_host: how many consecutive ranks share a host.
     """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import pickle
+import re
+from dataclasses import FrozenInstanceError, dataclass
 from itertools import product
 from typing import Any
 
@@ -14,11 +16,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
-from seqpar.placement.layout import CPU, LAYOUTS, Layout, merged_positions, shard_length, shard_positions, shard_ranges
+from seqpar import Assigned
+from seqpar.placement.layout import CPU, merged_positions, shard_length, shard_positions, shard_ranges
 
 from ..cases import Batch
+from ..observe import message_of
 from ..pool import Pool, on_ranks
 from ..reference import rank_positions
+from ..strategy_cases import LAYOUTS, layout_of
 
 layouts = st.sampled_from(LAYOUTS)
 
@@ -26,24 +31,27 @@ layouts = st.sampled_from(LAYOUTS)
 @given(st.integers(0, 300), st.integers(1, 20), layouts)
 @example(3, 8, "zigzag")
 @example(0, 4, "striped")
-def test_every_token_has_one_rank(seq_len: int, ranks: int, layout: str) -> None:
+def test_every_token_has_one_rank(seq_len: int, ranks: int, name: str) -> None:
+    layout = layout_of(name, seq_len, ranks)
     shards = [shard_positions(seq_len, ranks, rank, layout) for rank in range(ranks)]
     assert torch.equal(torch.cat(shards).sort().values, torch.arange(seq_len))
     for rank, shard in enumerate(shards):
         assert shard.dtype == torch.int64
-        assert torch.equal(shard, rank_positions(seq_len, ranks, rank, layout))
+        assert torch.equal(shard, rank_positions(seq_len, ranks, rank, name))
         assert bool((shard.diff() > 0).all())  # so that an interval of positions is an interval of local indices
         assert shard_length(seq_len, ranks, rank, layout) == len(shard)
         ranges = shard_ranges(seq_len, ranks, rank, layout)
         assert [i for r in ranges for i in r] == shard.tolist()
     lengths = [len(shard) for shard in shards]
-    assert max(lengths) - min(lengths) <= (2 if layout == "zigzag" else 1)
+    if name != "assigned":
+        assert max(lengths) - min(lengths) <= (2 if name == "zigzag" else 1)
     assert torch.equal(torch.cat(shards).sort().values, torch.arange(seq_len))
 
 
 @given(st.integers(0, 60), st.integers(1, 4), st.integers(1, 4), layouts, st.data())
-def test_positions_of_several_ranks(seq_len: int, groups: int, each: int, layout: Layout, data: st.DataObject) -> None:
+def test_positions_of_several_ranks(seq_len: int, groups: int, each: int, name: str, data: st.DataObject) -> None:
     """Positions by formula, of ``each`` neighbouring ranks together, against a list of them."""
+    layout = layout_of(name, seq_len, groups * each)
     first = each * data.draw(st.integers(0, groups - 1))
     expected = sorted(
         i for rank in range(first, first + each) for r in shard_ranges(seq_len, groups * each, rank, layout) for i in r
@@ -55,6 +63,54 @@ def test_positions_of_several_ranks(seq_len: int, groups: int, each: int, layout
     assert held.counts_below(x).tolist() == below == [held.count_below(i) for i in range(seq_len + 5)]
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, len(expected))] * 2)))
     assert held.tensor(CPU, start, stop).tolist() == expected[start:stop]
+
+
+def test_an_assigned_layout() -> None:
+    """It is a value: equal if its ranks hold the same positions, and the same in every process."""
+    one = Assigned([[range(6, 9), range(12, 12)], [range(6)], []])
+    same = Assigned(((range(6, 7), range(7, 9)), [range(2), range(2, 6)], ()))
+    other = Assigned([[range(6)], [range(6, 9)], []])
+    assert one == same == pickle.loads(pickle.dumps(one)) and one != other and one != "zigzag"
+    assert len({one, same, other}) == 2 and one.by_rank == ((range(6, 9),), (range(6),), ())
+    assert repr(one) == "Assigned(9 tokens, 3 ranks, 2 ranges, checksum=da6009f5)"
+    with pytest.raises(FrozenInstanceError):
+        one.seq_len = 3  # type: ignore[misc]
+    assert seqpar.Sharding(0, Assigned([[]])).lengths == (0,)
+
+
+@pytest.mark.parametrize(
+    ("by_rank", "words"),
+    [
+        ([[range(3)], [range(2, 5)]], r"ValueError: by_rank: ranks 0 and 1 both hold range\(2, 3\)"),
+        ([[range(3)], [range(4, 5)]], r"ValueError: by_rank: no rank holds range\(3, 4\)"),
+        ([[range(2, 4), range(2)]], r"ValueError: by_rank: rank 0 holds range\(0, 2\) after range\(2, 4\)"),
+        ([[range(0, 4, 2)], [range(1, 4, 2)]], r"ValueError: by_rank: rank 0 holds range\(0, 4, 2\); .* step 1"),
+        ([[range(-1, 4)]], r"ValueError: by_rank: rank 0 holds range\(-1, 4\); positions are at least 0"),
+        ([[(0, 4)]], r"TypeError: by_rank: rank 0 holds \(0, 4\); expected a range"),
+    ],
+)
+def test_ranges_that_are_no_layout(by_rank: Any, words: str) -> None:
+    assert re.match(words, message_of(lambda: Assigned(by_rank)))
+
+
+@pytest.mark.parametrize("call", [seqpar.Sharding, seqpar.positions], ids=["Sharding", "positions"])
+def test_an_assigned_layout_fits_one_length_and_number_of_ranks(call: Any) -> None:
+    two = Assigned([[range(5)], [range(5, 9)]])
+    assert "the sequence is sharded over 1 ranks" in message_of(lambda: call(9, layout=two))
+    assert "the sequence has 8 tokens" in message_of(lambda: call(8, layout=Assigned([[range(9)]])))
+
+
+@on_ranks
+def attend_with_other_ranges(group: ProcessGroup) -> str:
+    """Ranks whose layouts differ, but not in their lengths."""
+    cut = 3 + group.rank()
+    layout = Assigned([[range(cut), range(cut + 1, 5)], [range(cut, cut + 1), range(5, 8)]])
+    q = torch.zeros(1, 4, 2, 8)
+    return message_of(lambda: seqpar.attention(q, q, q, group=group, layout=layout))
+
+
+def test_ranks_compare_their_ranges(pool: Pool) -> None:
+    assert all("mask_or_options" in error for error in pool.run(2, attend_with_other_ranges))
 
 
 @given(st.integers(1, 64), st.integers(1, 16))
@@ -98,14 +154,15 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> Tenso
 @on_ranks
 def round_trip(group: ProcessGroup, case: ShardCase) -> dict[str, Tensor]:
     """Shard, unshard, positions, and the backward of the first two."""
-    where: dict[str, Any] = {"dim": case.dim, "group": group, "layout": case.layout}
+    layout = layout_of(case.layout, case.shape[case.dim], group.size())
+    where: dict[str, Any] = {"dim": case.dim, "group": group, "layout": layout}
     differentiable = case.dtype.is_floating_point
     x = filled(case.shape, case.dtype).requires_grad_(differentiable)
     local = seqpar.shard(x, **where)
     results = {
         "local": local.detach(),
         "full": seqpar.unshard(local, **where).detach(),
-        "positions": seqpar.positions(case.shape[case.dim], group=group, layout=case.layout),
+        "positions": seqpar.positions(case.shape[case.dim], group=group, layout=layout),
     }
     if differentiable:
         leaf = local.detach().clone().requires_grad_()

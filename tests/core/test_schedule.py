@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqpar import Mask
 from seqpar.kernels.tiles import Kind, decompose
 from seqpar.placement.heads import Heads
-from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout
+from seqpar.placement.layout import CPU, LayoutName, TokenLayout
 from seqpar.placement.placement import Placement
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.schedule.program import Hop
@@ -22,19 +22,24 @@ from seqpar.schedule.rows import KeyIntervals, RowSpans
 from seqpar.strategies.head_exchange import MAX_CHUNKS, HeadExchange
 
 from ..generators import masks
+from ..strategy_cases import LAYOUTS, layout_of
 
 Scheduled = tuple[Mask, TokenLayout, bool, int]
 
 
 @st.composite
-def scheduled(draw: st.DrawFn) -> Scheduled:
-    """A mask, a sharding, whether the steps are joined into one all-gather, and the ring's ranks on one host."""
-    seq_len = draw(st.integers(1, 200))
+def scheduled(draw: st.DrawFn, times: int = 1) -> Scheduled:
+    """A mask, a sharding, whether the steps are joined into one all-gather, and the ring's ranks on one host.
+
+    The sequence is ``times`` as long as the mask's.
+    """
+    mask_len = draw(st.integers(1, 200))
+    seq_len = mask_len * times
     hosts, per_host = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    sharding = TokenLayout(
-        seq_len, draw(st.sampled_from(LAYOUTS)), ring=hosts * per_host, ulysses=draw(st.integers(1, 3))
-    )
-    return draw(masks(seq_len)), sharding, draw(st.booleans()), per_host
+    ring, ulysses = hosts * per_host, draw(st.integers(1, 3))
+    layout = layout_of(draw(st.sampled_from(LAYOUTS)), seq_len, ring * ulysses)
+    sharding = TokenLayout(seq_len, layout, ring, ulysses)
+    return draw(masks(mask_len)), sharding, draw(st.booleans()), per_host
 
 
 @settings(max_examples=150)
@@ -159,8 +164,8 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_many_documents_are_few_spans(layout: Layout) -> None:
+@pytest.mark.parametrize("layout", get_args(LayoutName))
+def test_many_documents_are_few_spans(layout: LayoutName) -> None:
     """8,000 documents over a million tokens: what one rank sends another is not a list of documents."""
     seq_len = 1 << 20
     mask = Mask.documents([*range(0, seq_len, 131), seq_len])
@@ -281,11 +286,9 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
 
 
 @settings(max_examples=200)
-@given(scheduled(), st.data())
+@given(scheduled(4), st.data())  # long enough for every kind of tile
 def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> None:
     mask, shards, _, _ = problem
-    # Long enough for every kind of tile.
-    shards = TokenLayout(shards.seq_len * 4, shards.layout, shards.ring, shards.ulysses)
     plan = AttentionPlan(mask, shards, data.draw(st.integers(0, shards.ring - 1)))
     step = data.draw(st.integers(0, len(plan) - 1))
     intervals = plan.intervals(step, CPU)

@@ -15,13 +15,12 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.placement.layout import LAYOUTS
 
 from ..cases import Batch
 from ..observe import counted_handshakes, message_of
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_close, dense_attention
-from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
+from ..strategy_cases import LAYER_STRATEGIES, LAYOUTS, STRATEGIES, layout_of
 
 HIDDEN, SEQ_LEN = 24, 29
 
@@ -39,7 +38,7 @@ def attend(group: ProcessGroup, layout: str, options: dict[str, Any]) -> tuple[l
     """out, dq, dk, dv over the full sequence, and the number of handshakes, with a sharding alone."""
     tensors = whole_tensors()
     with counted_handshakes() as handshakes:
-        sharding = Sharding(SEQ_LEN, layout, group=group)
+        sharding = Sharding(SEQ_LEN, layout_of(layout, SEQ_LEN, group.size()), group=group)
         q, k, v = leaves = [sharding.shard(x).requires_grad_() for x in tensors[:3]]
         out = seqpar.attention(q, k, v, sharding=sharding, **options)
         out.backward(sharding.shard(tensors[3]))
@@ -94,7 +93,8 @@ def run_layer(layer: seqpar.AttentionLayer, sharding: Sharding) -> tuple[list[Te
 def layer_on_group(group: ProcessGroup, layout: str, options: dict[str, Any]) -> tuple[list[Tensor], int]:
     """A layer that is told neither ranks nor layout, except that tp_sp shards its weights over the group."""
     where = {"group": group} if options["strategy"] == "tp_sp" else {}
-    sharding = Sharding(SEQ_LEN, layout, group=group, strategy=options["strategy"])
+    given = layout_of(layout, SEQ_LEN, group.size())
+    sharding = Sharding(SEQ_LEN, given, group=group, strategy=options["strategy"])
     return run_layer(make_layer(**options, **where), sharding)
 
 
@@ -118,7 +118,9 @@ def test_layers_with_a_sharding(batch: Batch, strategy: str, world: int) -> None
 @on_ranks
 def layer_on_mesh(group: ProcessGroup, layout: str, options: dict[str, Any], own: bool) -> tuple[list[Tensor], int]:
     mesh = mesh_of(1, 2, 2, 2)
-    sharding = Sharding(SEQ_LEN, layout, mesh=mesh, strategy=options["strategy"])
+    ranks = Sharding(0, mesh=mesh, strategy=options["strategy"]).ranks
+    given = layout_of(layout, SEQ_LEN, ranks)
+    sharding = Sharding(SEQ_LEN, given, mesh=mesh, strategy=options["strategy"])
     where = {"mesh": mesh} if own or options["strategy"] == "tp_sp" else {}
     return run_layer(make_layer(**options, **where), sharding)
 
@@ -139,16 +141,16 @@ def mlp_on_mesh(group: ProcessGroup, layout: str) -> Tensor:
     mesh = mesh_of(1, 2, 2, 2)
     torch.manual_seed(12)
     mlp = seqpar.MegatronMLP(HIDDEN, 30, mesh=mesh, dtype=torch.float64)
-    sharding = Sharding(SEQ_LEN, layout, mesh=mesh, strategy="tp_sp")
+    sharding = Sharding(SEQ_LEN, layout_of(layout, SEQ_LEN, 8), mesh=mesh, strategy="tp_sp")
     x = sharding.shard(layer_input()[0])
     with counted_handshakes() as handshakes:
         y = mlp(x, sharding=sharding)
         y.sum().backward()
-        other = Sharding(SEQ_LEN, layout, group=[dist.new_group([r]) for r in range(8)][group.rank()])
+        other = Sharding(SEQ_LEN, group=[dist.new_group([r]) for r in range(8)][group.rank()])
         with pytest.raises(ValueError, match=r"strategy='tp_sp'"):
             mlp(other.shard(layer_input()[0]), sharding=other)
         with pytest.raises(ValueError, match="this rank holds"):
-            mlp(x[:, 1:], sharding=sharding)
+            mlp(layer_input()[0], sharding=sharding)
     assert handshakes == [0]
     return sharding.unshard(y.detach())
 
@@ -334,7 +336,7 @@ def loss_with_a_sharding(group: ProcessGroup, layout: str) -> tuple[Tensor, Tens
     logits = torch.randn(2, SEQ_LEN, 7, generator=made, dtype=torch.float64)
     labels = torch.randint(7, (2, SEQ_LEN), generator=made)
     labels[:, :13] = -100
-    sharding = Sharding(SEQ_LEN, layout, group=group)
+    sharding = Sharding(SEQ_LEN, layout_of(layout, SEQ_LEN, group.size()), group=group)
     logits_local, labels_local = sharding.shard(logits).requires_grad_(), sharding.shard(labels)
     losses = F.cross_entropy(logits_local.mT, labels_local, reduction="none")
     with counted_handshakes() as handshakes:

@@ -23,7 +23,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import Mask, Sharding
-from seqpar.placement.layout import LAYOUTS
 from seqpar.schedule import plan
 from seqpar.sharding import same_rows
 from seqpar.sharding.spec import REPLICATED, AttentionSpec
@@ -32,7 +31,7 @@ from ..cases import Batch
 from ..observe import counted_handshakes, message_of
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_close, rank_positions
-from ..strategy_cases import STRATEGIES
+from ..strategy_cases import LAYOUTS, STRATEGIES, layout_of
 
 HIDDEN, SEQ_LEN = 24, 29
 
@@ -185,8 +184,8 @@ class ShardCase:
 def round_trip(group: ProcessGroup, case: ShardCase) -> None:
     """Everything that a sharding says about this rank, and shard and unshard with their gradients."""
     with counted_handshakes() as handshakes, seqpar.trace() as sent:
-        sharding: Any = Sharding(case.seq_len, case.layout, group=group)
         ranks, rank = group.size(), group.rank()
+        sharding: Any = Sharding(case.seq_len, layout_of(case.layout, case.seq_len, ranks), group=group)
         by_rank = [rank_positions(case.seq_len, ranks, r, case.layout) for r in range(ranks)]
         mine = by_rank[rank]
         assert sharding.group is sharding.sequence_group is group

@@ -15,12 +15,11 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.placement.layout import LAYOUTS
 
 from ..pool import OwnPool, Pool, WorkerError, mesh_of, on_ranks, start
 from ..reference import assert_close, dense_attention, rank_positions
 from ..rotary_reference import inverse_frequencies
-from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
+from ..strategy_cases import LAYER_STRATEGIES, LAYOUTS, STRATEGIES, layout_of
 
 HIDDEN = 24
 LLAMA3 = {
@@ -107,12 +106,13 @@ CASES = {
     "float32": Case({"num_kv_heads": 2, "sinks": True}, rotary=True, dtype=torch.float32),
 }
 
-WORLDS_AND_LAYOUTS = [(2, "contiguous"), (3, "zigzag"), (4, "striped")]
+WORLDS_AND_LAYOUTS = [(2, "contiguous"), (3, "zigzag"), (4, "striped"), (4, "assigned")]
 assert {layout for _, layout in WORLDS_AND_LAYOUTS} == set(LAYOUTS)
 
 
 def run_layer(case: Case, strategy: str, layout: str, options: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Forward, backward and ``sync_gradients``: y, dx and the gradients by parameter name."""
+    layout = layout_of(layout, case.seq_len, options["group"].size()) if "group" in options else layout
     torch.manual_seed(seed)  # of dropout
     layer = case.make(strategy, layout=layout, **options)
     layer.load_state_dict(case.state())
@@ -146,7 +146,7 @@ def local_layer(name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "strategy", "world", "layout"),
     [
-        pytest.param(name, strategy, *WORLDS_AND_LAYOUTS[(i + j) % 3], marks=pytest.mark.slow if (i + j) % 3 else ())
+        pytest.param(name, strategy, *WORLDS_AND_LAYOUTS[(i + j) % 4], marks=pytest.mark.slow if (i + j) % 4 else ())
         for i, name in enumerate(CASES)
         for j, strategy in enumerate((*STRATEGIES, "activations"))
     ],

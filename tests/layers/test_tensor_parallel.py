@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Mask
-from seqpar.placement.layout import LAYOUTS
 
 from ..cases import Batch
 from ..models import HIDDEN, MASK, Transformer, attention_layer, full, random_tokens, randomize
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_close
+from ..strategy_cases import LAYOUTS, layout_of
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ CASES = [
     Case((8, 4), "zigzag", "ring", alibi=True),
     Case((6, 2), "striped", "ring", alibi=True),
     Case((3, 3), "contiguous", "ring", alibi=True),
+    Case((6, 3), "assigned", "ring"),
+    Case((6, 3), "assigned", "none"),
 ]
 assert {case.layout for case in CASES} == set(LAYOUTS)
 OVERLAPPED = [case for case in CASES if case.overlap == "ring"]
@@ -82,17 +84,18 @@ def compare_with_local(case: Case, seq_len: int, **where: Any) -> None:
         constants = {"softmax_scale": 0.7, "alibi_slopes": torch.rand(case.heads[0]), "deterministic": True}
     local = attention_layer(case.heads, **constants)
     randomize(local)
-    parallel = attention_layer(case.heads, "tp_sp", layout=case.layout, overlap=case.overlap, **constants, **where)
+    ranks = seqpar.Sharding(0, mesh=where.get("mesh"), group=where.get("group"), strategy="tp_sp").ranks
+    layout = layout_of(case.layout, seq_len, ranks)
+    parallel = attention_layer(case.heads, "tp_sp", layout=layout, overlap=case.overlap, **constants, **where)
     parallel.load_state_dict(local.state_dict())
     x, dy = torch.randn(2, 2, seq_len, HIDDEN, dtype=torch.float64).unbind()  # [b, s, hidden]
     mask = MASK & Mask.documents([0, seq_len // 3, seq_len - 1], padding=True)
     x.requires_grad_()
     y = local(x, mask=mask)
     y.backward(dy)
-    sharded: dict[str, Any] = {"layout": case.layout, "strategy": "tp_sp", **where}
+    sharded: dict[str, Any] = {"layout": layout, "strategy": "tp_sp", **where}
     x_local = seqpar.shard(x.detach(), **sharded).requires_grad_()
     y_local = parallel(x_local, mask=mask)
-    ranks = seqpar.Sharding(seq_len, mesh=where.get("mesh"), group=where.get("group"), strategy="tp_sp").ranks
     y_local.backward(ranks * seqpar.shard(dy, **sharded))  # the mean over the ranks is that of all tokens
     seqpar.sync_gradients(parallel, **where)
     assert x.grad is not None and x_local.grad is not None

@@ -7,6 +7,7 @@ once. The workers return their shards of the results. This process concatenates 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
-from seqpar.placement.layout import LAYOUTS
 from seqpar.strategies import call, head_exchange, transport
 
 from ..cases import Batch
@@ -32,7 +32,7 @@ from ..hosts import hosts_of
 from ..pool import Pool, mesh_of, on_ranks
 from ..problems import BATCH_RULES, HEADS, RULES, Problem, random_problem, solve
 from ..reference import Rule, Rules, difference, rank_positions, rows_of, rules_id
-from ..strategy_cases import STRATEGIES, WORLDS
+from ..strategy_cases import LAYOUTS, STRATEGIES, WORLDS, layout_of
 
 IN_SHARED_MEMORY = 3  # on 3 ranks the messages go through shared memory
 OTHER_NAMES = ("p2p", "a2a", "a2a+p2p")  # ``comm`` has other names for ring, Ulysses and hybrid
@@ -93,13 +93,14 @@ class Case:
                 words.append(f"{f.name}={value}".replace(" ", ""))
         return " ".join(words)
 
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self, ranks: int) -> dict[str, Any]:
+        layout = layout_of(self.layout, self.problem.seq_len, ranks)
         chosen = dict(STRATEGIES.get(self.strategy, {"strategy": self.strategy}))
         if self.ulysses_size is not None:
             chosen["ulysses_size"] = self.ulysses_size
         if self.seq_len_given:
             chosen["seq_len"] = self.problem.seq_len
-        return {**chosen, **self.problem.arguments(), "layout": self.layout, "backend": self.backend}
+        return {**chosen, **self.problem.arguments(), "layout": layout, "backend": self.backend}
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,8 @@ def attend(case: Case, positions: Tensor, **where: Any) -> Results:
     extra = {"alibi_slopes": tensors["alibi_slopes"]} if "alibi_slopes" in tensors else {}
     if "sinks" in tensors:
         leaves["sinks"] = extra["sinks"] = tensors["sinks"].clone().requires_grad_()
-    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], **case.arguments(), **extra, **where)
+    ranks = where["group"].size() if "group" in where else math.prod((case.mesh or (1, 1, 1))[1:3])
+    out, lse = attention(leaves["q"], leaves["k"], leaves["v"], **case.arguments(ranks), **extra, **where)
     assert out.dtype == case.problem.dtype
     assert lse.dtype == (torch.float64 if case.problem.dtype == torch.float64 else torch.float32)
     outputs, gradients = [out], [tensors["dout"][:, positions]]
@@ -150,7 +152,8 @@ def attend_in_chunks(group: ProcessGroup, case: Case) -> Results:
     _, ring, ulysses, _ = case.mesh
     rank = mesh.get_local_rank("ring") * ulysses + mesh.get_local_rank("ulysses")
     positions = rank_positions(seq_len, ring * ulysses, rank, layout)
-    assert torch.equal(seqpar.positions(seq_len, mesh=mesh, layout=layout), positions)
+    given = layout_of(layout, seq_len, ring * ulysses)
+    assert torch.equal(seqpar.positions(seq_len, mesh=mesh, layout=given), positions)
     return attend(case, positions, mesh=mesh)
 
 

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar.base import cache
-from seqpar.placement.layout import LAYOUTS, Layout
 from seqpar.placement.placement import ParallelContext
 from seqpar.sharding.spec import AttentionSpec
 from seqpar.strategies import sequence_chunks
@@ -25,6 +24,7 @@ from seqpar.strategies.tensor_operators import ChunkOptions, ShardedTokens, gath
 from ..fake_cuda import fake_cuda
 from ..live_bytes import LiveBytes
 from ..pool import Pool, on_ranks
+from ..strategy_cases import LAYOUTS, layout_of
 
 CPU = torch.device("cpu")
 
@@ -68,10 +68,10 @@ class ReadBacks(TorchDispatchMode):
 
 
 @on_ranks
-def call_twice(group: ProcessGroup, layout: Layout, overlap: str) -> tuple[list[int], int]:
+def call_twice(group: ProcessGroup, layout: str, overlap: str) -> tuple[list[int], int]:
     """How often the rows were cut after each of two calls, and the read-backs of the second."""
     cache._without_owner.clear()
-    sharding = seqpar.Sharding(50, layout, group=group, strategy="tp_sp")
+    sharding = seqpar.Sharding(50, layout_of(layout, 50, group.size()), group=group, strategy="tp_sp")
     options = ChunkOptions(overlap, AttentionSpec("local", tensor_parallel=True))
     tokens = ShardedTokens(sharding.seq_local, sharding, ParallelContext(None, group), options)
     cut = mock.Mock(wraps=sequence_chunks._cut)

@@ -30,6 +30,7 @@ from ...base.checks import check_number
 from ...comm.handshake import all_gather_header
 from ...comm.waiting import run
 from ...layers.gradients import shard_groups, sync_gradients
+from ...placement.layout import Layout
 from ...ranks.mesh import global_ranks
 from ...ranks.rendezvous import store_all_gather
 from ...verification import VerificationError, error_of, products, tolerance_of
@@ -78,7 +79,7 @@ class VerificationReport:
     seq_len: int
     ranks: int
     strategy: str
-    layout: str
+    layout: Layout
 
     @property
     def ok(self) -> bool:
