@@ -1,0 +1,134 @@
+"""Parallelized diffusers models compute one process's output, gradients of weights and gradients of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from seqpar import Mask, sync_gradients
+
+from ..cases import Batch
+from ..pool import on_ranks
+from .models import MASKED, MODELS, Case, make
+
+pytest.importorskip("diffusers")
+from seqpar.diffusers import parallelize, patch, restore
+
+
+def run(model: nn.Module, inputs: dict[str, Any], goal: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradients of a loss of it, by name."""
+    model.zero_grad()
+    leaves = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
+    for x in leaves.values():
+        x.grad = None
+    (out,) = model(**inputs, return_dict=False)
+    generator = torch.Generator().manual_seed(7)
+    (out * torch.randn(out.shape, dtype=out.dtype, generator=generator)).sum().backward()
+    return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The norm of all differences over the norm of all expected values."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    norm = sum(float(x.double().square().sum()) for x in expected.values()) ** 0.5
+    return sum(float((found[k].double() - x.double()).square().sum()) for k, x in expected.items()) ** 0.5 / norm
+
+
+@contextmanager
+def broken(what: str | None) -> Iterator[None]:
+    """Break the package in the block."""
+    with pytest.MonkeyPatch.context() as patches:
+        if what == "local attention":
+            patches.setattr(patch, "sdpa", lambda q, k, v, *args, **kwargs: F.scaled_dot_product_attention(q, k, v))
+        elif what == "no mask":
+            patches.setattr(patch._Call, "mask", lambda call, streams, masked: (Mask.full(), streams))
+        elif what == "streams in another order":
+            mask = patch._Call.mask
+            patches.setattr(patch._Call, "mask", lambda call, *args: (mask(call, *args)[0], args[0]))
+        yield
+
+
+@on_ranks
+def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    model, inputs = make(case, seed, options.get("dtype", torch.float64))
+    if options.get("checkpointing"):
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    out, input_grads = run(model, inputs)
+    grads = weights(model)
+    with broken(options.get("broken")):
+        parallelize(model, group=group, strategy=case.strategy)
+        sharded, sharded_input_grads = run(model, inputs)
+    sync_gradients(model, group=group)
+    found = {
+        "output": distance({"": sharded}, {"": out}),
+        "weights": distance(weights(model), grads),
+        "inputs": distance(sharded_input_grads, input_grads),
+    }
+    restore(model)
+    again, _ = run(model, inputs)
+    assert torch.equal(again, out), "restore"
+    assert all(torch.equal(x, grads[name]) for name, x in weights(model).items()), "restore"
+    return found
+
+
+def verify(case: Case, results: list[dict[str, float]]) -> None:
+    # Models cast to float32. Over 2 or 4 ranks, a rank's gradient is a power of two times its share, and rounds alike.
+    exact = not case.model.startswith("wan") and len(results) != 3
+    limit = 1e-12 if exact or case.model == "sd3" else 3e-7
+    for rank, found in enumerate(results):
+        assert max(found.values()) <= limit, f"rank {rank}: {found}"
+
+
+def cases(model: str) -> list[Case]:
+    ragged = model in MASKED
+    found = [Case(model, strategy, ragged=ragged) for strategy in ("ring", "ulysses")]
+    return [*found, Case(model, "ulysses", text=1), Case(model, "ring", text=4, ragged=ragged, heads=4)]
+
+
+def check(batch: Batch, world: int, some: list[Case], **options: Any) -> None:
+    batch.check(world, compare, some, verify, int(torch.randint(2**31, ())), options)
+
+
+def test_models_compute_one_process_s_results(batch: Batch) -> None:
+    check(batch, 2, [case for model in ("flux", "wan", "hunyuan", "qwen") for case in cases(model)[:3]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_model_computes_one_process_s_results(batch: Batch, world: int) -> None:
+    check(batch, world, [case for model in MODELS for case in cases(model)])
+
+
+@pytest.mark.slow
+def test_checkpointing_and_hybrids(batch: Batch) -> None:
+    models = ("flux", "flux2", "wan", "hunyuan", "hunyuan15", "qwen", "sd35", "cogvideox", "ltx")
+    check(batch, 2, [cases(model)[0] for model in models], checkpointing=True)
+    check(batch, 4, [Case(model, "hybrid", ragged=model in MASKED) for model in MODELS])
+
+
+BREAKS = {
+    "local attention": [Case("flux"), Case("wan"), Case("sd35"), Case("hunyuan", "ulysses")],
+    # A model whose text has fewer tokens than there are ranks; models with ragged text, which comes first or last.
+    "no mask": [Case("flux", text=1), Case("qwen", ragged=True), Case("hunyuan15", ragged=True)],
+    "streams in another order": [Case("flux", text=1), Case("qwen", ragged=True), Case("chroma", ragged=True)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_break_is_noticed(batch: Batch, what: str) -> None:
+    def differs(case: Case, results: list[dict[str, float]]) -> None:
+        assert all(min(found["output"], found["weights"]) > 1e-3 for found in results), results
+
+    batch.check(2, compare, BREAKS[what], differs, 1, {"broken": what})
