@@ -145,8 +145,13 @@ class Patch:
         self.shardings = lru_cache(maxsize=32)(partial(Sharding.segments, mesh=mesh, group=group))
         self.ranks = self.shardings((0,)).ranks
         self.modes = _Modes()
-        self._undo = ExitStack()
         self._forwards: list[tuple[nn.Module, MethodType]] = []
+        with ExitStack() as self._undo:
+            self._patch()
+            self._undo = self._undo.pop_all()  # no error: keep it
+
+    def _patch(self) -> None:
+        model, plan = self.model, self.plan
         for pattern, cuts in plan.cuts.items():
             for name, module in _matching(model, pattern).items():
                 signature = _signature(name, module, cuts)

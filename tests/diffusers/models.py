@@ -45,13 +45,13 @@ class Case:
         return real
 
 
-def make(case: Case, seed: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, dict[str, Any]]:
+def make(case: Case, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
     """A model and its inputs; those in floating point require gradients."""
     import diffusers
 
     torch.manual_seed(seed)
     name, config, inputs = MODELS[case.model](case)
-    model: nn.Module = getattr(diffusers, name)(**config)
+    model = getattr(diffusers, name)(**config)
     with torch.no_grad():
         for parameter in model.parameters():  # some are zero at first
             parameter.normal_(std=0.3) if parameter.dim() < 2 else parameter.normal_(std=parameter.shape[-1] ** -0.5)

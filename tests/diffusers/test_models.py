@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from seqpar import Mask, sync_gradients
 
@@ -63,7 +66,7 @@ def broken(what: str | None) -> Iterator[None]:
 def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any]) -> dict[str, float]:
     model, inputs = make(case, seed, options.get("dtype", torch.float64))
     if options.get("checkpointing"):
-        model.enable_gradient_checkpointing()  # type: ignore[operator]
+        model.enable_gradient_checkpointing()
     out, input_grads = run(model, inputs)
     grads = weights(model)
     with broken(options.get("broken")):
@@ -132,3 +135,39 @@ def test_a_break_is_noticed(batch: Batch, what: str) -> None:
         assert all(min(found["output"], found["weights"]) > 1e-3 for found in results), results
 
     batch.check(2, compare, BREAKS[what], differs, 1, {"broken": what})
+
+
+@on_ranks
+def train_wrapped(group: ProcessGroup, case: Case, wrapper: str) -> float:
+    model, inputs = make(case, 3)
+    frozen = [p for name, p in model.named_parameters() if "norm" in name]
+    for p in frozen:
+        p.requires_grad_(False)
+    run(model, inputs)
+    grads = weights(model)
+    wrapped = model
+    if wrapper == "ddp":
+        parallelize(model, group=group)
+        wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=case.model == "qwen")
+    elif wrapper == "fully_shard":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for blocks in model.children():
+            for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+                fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        parallelize(model, group=group)
+    run(wrapped, inputs)
+    found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights(model).items()}
+    zero = {name: torch.zeros_like(x) for name, x in found.items() if name not in grads}  # that DDP has made
+    return distance(found, {**grads, **zero})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
+def test_wrappers_average_the_gradients(batch: Batch, wrapper: str) -> None:
+    def equal(case: Case, results: list[float]) -> None:
+        assert max(results) < 3e-7, results
+
+    batch.check(
+        2, train_wrapped, [Case(model, ragged=model in MASKED) for model in ("flux", "wan", "qwen")], equal, wrapper
+    )
