@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..base.checks import no_compile
 from ..comm.collectives import all_reduce
 from ..masks.mask import Mask
 from ..placement.strategies import StrategyName
@@ -194,6 +195,7 @@ class Patch:
         self._undo.callback(partial(_set_forward, module, before))
         _set_forward(module, bound)
 
+    @no_compile
     def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
         model: Any = self.model
@@ -226,9 +228,11 @@ class Patch:
                 values[i] = x
         return tree_unflatten(values, structure)
 
+    @no_compile
     def _before(self, pattern: str, signature: inspect.Signature, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.modes.now(type(module).__name__).call.cut_arguments(pattern, signature, args, kwargs)
 
+    @no_compile
     def _attention(
         self, name: str, streams: tuple[str, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
@@ -236,6 +240,7 @@ class Patch:
         with self.modes.now(name).inside(name, streams):
             return original(*args, **kwargs)
 
+    @no_compile
     def _gather(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         call = self.modes.now(self.plan.output).call
         call.gathered = True
@@ -416,19 +421,20 @@ class _Call:
 
     def mask(self, streams: tuple[str, ...], masked: bool) -> tuple[Mask, tuple[str, ...]]:
         """The mask of an attention call, and the order of the streams that it is for: a padded one comes last."""
-        padded = [s for s in streams if self.length(s) != self.lengths[s]]
-        rows = None
-        if masked and self.patch.plan.padded_stream in streams:
-            padded, rows = [self.patch.plan.padded_stream], self.rows
+        rows = self.rows if masked else None
+        real = {s: rows if rows and s == self.patch.plan.padded_stream else [self.lengths[s]] for s in streams}
+        padded = [s for s in streams if any(n != self.length(s) for n in real[s])]
         if not padded:
             return _FULL, streams
+        if len(padded) > 1:
+            raise ValueError(
+                f"model: of {', '.join(padded)} more than one stream has padding, or fewer tokens than the "
+                f"{self.patch.ranks} ranks; use fewer ranks, or pad to {self.patch.ranks} tokens"
+            )
         (last,) = padded
-        rows = [self.lengths[last]] if rows is None else rows
-        if all(n == self.length(last) for n in rows):
-            return _FULL, streams
         order = (*(s for s in streams if s != last), last)
         before = sum(self.length(s) for s in order[:-1])
-        stops = [before + n for n in rows]
+        stops = [before + n for n in real[last]]
         return Mask.padding(0, stops if len(set(stops)) > 1 else stops[0]), order
 
 

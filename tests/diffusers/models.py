@@ -55,11 +55,13 @@ def make(case: Case, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Any
     with torch.no_grad():
         for parameter in model.parameters():  # some are zero at first
             parameter.normal_(std=0.3) if parameter.dim() < 2 else parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    ready = {
-        key: x.to(dtype).requires_grad_(key in GRADIENTS) if isinstance(x, Tensor) and x.is_floating_point() else x
-        for key, x in inputs.items()
-    }
-    return nn.Module.to(model, dtype), ready  # diffusers' own warns
+
+    def ready(x: Any, key: str = "") -> Any:
+        if isinstance(x, list):
+            return [ready(each) for each in x]
+        return x.to(dtype).requires_grad_(key in GRADIENTS) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    return nn.Module.to(model, dtype), {key: ready(x, key) for key, x in inputs.items()}  # diffusers' own warns
 
 
 GRADIENTS = ("hidden_states", "encoder_hidden_states", "pooled_projections")
@@ -99,6 +101,17 @@ def flux(case: Case) -> Any:
         "txt_ids": ids(case.text, 3),
     }
     return "FluxTransformer2DModel", config, inputs
+
+
+def residuals(case: Case, tokens: int, count: int = 2) -> list[Tensor]:
+    """Of a ControlNet, for each block."""
+    return [torch.randn(BATCH, tokens, case.heads * 16) for _ in range(count)]
+
+
+def flux_control(case: Case) -> Any:
+    name, config, inputs = flux(case)
+    control = {"controlnet_block_samples": residuals(case, 13), "controlnet_single_block_samples": residuals(case, 13)}
+    return name, config, {**inputs, **control}
 
 
 def flux2(case: Case) -> Any:
@@ -151,6 +164,11 @@ def qwen(case: Case) -> Any:
         "img_shapes": [[(1, 3, 5)]] * BATCH,
     }
     return "QwenImageTransformer2DModel", config, inputs
+
+
+def qwen_control(case: Case) -> Any:
+    name, config, inputs = qwen(case)
+    return name, config, {**inputs, "controlnet_block_samples": residuals(case, 15)}
 
 
 def qwen_edit(case: Case) -> Any:
@@ -287,6 +305,11 @@ def sd3(case: Case, dual: tuple[int, ...] = ()) -> Any:
     return "SD3Transformer2DModel", config, inputs
 
 
+def sd3_control(case: Case) -> Any:
+    name, config, inputs = sd3(case)
+    return name, config, {**inputs, "block_controlnet_hidden_states": residuals(case, 15, 1)}
+
+
 def sd35(case: Case) -> Any:
     return sd3(case, dual=(0,))
 
@@ -317,6 +340,9 @@ def cogvideox(case: Case) -> Any:
 
 MODELS: dict[str, Callable[[Case], Any]] = {
     "flux": flux,
+    "flux_control": flux_control,
+    "qwen_control": qwen_control,
+    "sd3_control": sd3_control,
     "flux2": flux2,
     "chroma": chroma,
     "qwen": qwen,
@@ -332,4 +358,4 @@ MODELS: dict[str, Callable[[Case], Any]] = {
     "sd35": sd35,
     "cogvideox": cogvideox,
 }
-MASKED = ("chroma", "qwen", "qwen_edit", "hunyuan", "hunyuan15", "ltx", "ltx_per_token")
+MASKED = ("chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan15", "ltx", "ltx_per_token")
