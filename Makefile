@@ -10,6 +10,8 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton
 # For the tests of its engine. It installs without building anything; it is not needed otherwise.
 DEEPSPEED ?= deepspeed==0.19.8
+# For the tests of its models.
+DIFFUSERS ?= diffusers==0.42.1
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TEST_DEADLINE_S ?= 2400
 PYTEST_ARGS ?=
@@ -90,6 +92,8 @@ $(READY): pyproject.toml setup.py
 # About 9 seconds. If it fails, the tests of DeepSpeed's engine are skipped.
 	{ $(BIN)/python -m pip install --quiet --retries 0 hjson msgpack ninja psutil py-cpuinfo pydantic && DS_BUILD_OPS=0 \
 	  $(BIN)/python -m pip install --quiet --retries 0 --no-build-isolation --no-deps "$(DEEPSPEED)"; } || true
+# About 5 seconds. What it needs is installed already. If it fails, the tests of its models are skipped.
+	$(BIN)/python -m pip install --quiet --retries 0 --no-deps "$(DIFFUSERS)" || true
 	@touch $@
 
 clean:

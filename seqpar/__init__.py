@@ -68,8 +68,8 @@ _ROOMS = {
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name == "hf":  # it imports transformers
-        return import_module(".hf", __name__)
+    if name in ("diffusers", "hf"):  # hf imports transformers
+        return import_module(f".{name}", __name__)
     for room, names in _ROOMS.items():
         if name in names:
             module = import_module(f".{room}", __name__)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 _FULL, _CAUSAL = Mask.full(), Mask.causal()
-_original = F.scaled_dot_product_attention
+original_sdpa = F.scaled_dot_product_attention
 # PyTorch's functions that call it: attention, and a backward in which activation checkpointing computes it again.
 _CALLERS = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 # Operators of PyTorch, and operators that packages register with PyTorch, have one of these words in their names if
@@ -133,7 +133,53 @@ def sdpa(
     return out.transpose(1, 2)
 
 
-class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
+class SdpaMode(TorchFunctionMode):
+    """Inside the block, ``F.scaled_dot_product_attention`` is ``attend``. Other attention operators raise an error."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """What the block computes instead of ``F.scaled_dot_product_attention``."""
+        raise NotImplementedError
+
+    def is_sharded(self) -> bool:
+        """Whether a call of attention now is over sharded tokens, so that other operators cannot compute it."""
+        raise NotImplementedError
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is original_sdpa:
+            return self.attend(*args, **kwargs)
+        if func is Tensor.unflatten:  # torch.compile cannot trace the function itself here
+            return args[0].unflatten(*args[1:], **kwargs)
+        if func not in _CALLERS:
+            if _is_attention(func) and self.is_sharded():
+                raise ValueError(
+                    f"{func}: inside replace_sdpa, this operator computes attention over this rank's tokens only; call "
+                    "F.scaled_dot_product_attention, or seqpar.attention with a seqpar.Mask; if its keys are not "
+                    "sharded, pass replace_sdpa modules={module: None}, with the module that calls it"
+                )
+            return func(*args, **kwargs)
+        needs_weights = func is F.multi_head_attention_forward and kwargs.get("need_weights", True)
+        if needs_weights and self.is_sharded():
+            raise ValueError(
+                "need_weights=True: nn.MultiheadAttention computes the weights of this rank's tokens only; call it "
+                "with need_weights=False"
+            )
+        # The mode is off in here.
+        with replaced(F, scaled_dot_product_attention=self.attend):
+            return func(*args, **kwargs)
+
+
+class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
     """Inside the block, ``F.scaled_dot_product_attention`` is ``seqpar.sdpa``: models that call it need no change.
 
     This covers every way to call the function in Python, such as ``nn.MultiheadAttention``, and also compiled models.
@@ -237,35 +283,14 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
                 "its sdpa or 'native' attention, or call seqpar.attention in it"
             )
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is _original:
-            return self._attend(*args, **kwargs)
-        if func is Tensor.unflatten:  # torch.compile cannot trace the function itself here
-            return args[0].unflatten(*args[1:], **kwargs)
-        if func not in _CALLERS:
-            if _is_attention(func) and self._masks() is not None:
-                raise ValueError(
-                    f"{func}: inside replace_sdpa, this operator computes attention over this rank's tokens only; call "
-                    "F.scaled_dot_product_attention, or seqpar.attention with a seqpar.Mask; if its keys are not "
-                    "sharded, pass replace_sdpa modules={module: None}, with the module that calls it"
-                )
-            return func(*args, **kwargs)
-        needs_weights = func is F.multi_head_attention_forward and kwargs.get("need_weights", True)
-        if needs_weights and self._masks() is not None:
-            raise ValueError(
-                "need_weights=True: nn.MultiheadAttention computes the weights of this rank's tokens only; call it "
-                "with need_weights=False"
-            )
-        # The mode is off in here.
-        with replaced(F, scaled_dot_product_attention=self._attend):
-            return func(*args, **kwargs)
+    def is_sharded(self) -> bool:
+        return self._masks() is not None
 
     def _masks(self) -> tuple[Mask, Mask] | None:
         """The masks of a call, without and with ``is_causal``; None if it is PyTorch's own attention."""
         return self.masks if self.modules is None else self.modules.masks_now()
 
-    def _attend(
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -278,14 +303,14 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 (a context manager)
     ) -> Tensor:
         masks = self._masks()
         if masks is None:
-            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return original_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if key.shape[-2] in self.whole_keys:
             if is_causal and query.shape[-2] != key.shape[-2]:
                 raise ValueError(
                     f"is_causal=True: PyTorch would compare positions of {query.shape[-2]} sharded queries with "
                     f"{key.shape[-2]} keys that are whole"
                 )
-            return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return original_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if query.shape[-2] != key.shape[-2]:
             raise ValueError(
                 f"{query.shape[-2]} queries and {key.shape[-2]} keys: expected this rank's tokens of both; if every "

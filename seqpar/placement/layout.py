@@ -192,6 +192,21 @@ def shard_ranges(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguo
     return tuple(r for r in ranges if len(r))
 
 
+@lru_cache(maxsize=32)  # of the last lengths: every call of a model with several streams needs them
+def segments_layout(lengths: tuple[int, ...], ranks: int, layout: LayoutName) -> Assigned:
+    """Streams of ``lengths`` tokens, one after another, each of which is divided over the ranks by itself."""
+    starts = list(accumulate(lengths, initial=0))
+    by_rank = (
+        tuple(
+            range(start + r.start, start + r.stop)
+            for length, start in zip(lengths, starts, strict=False)
+            for r in shard_ranges(length, ranks, rank, layout)
+        )
+        for rank in range(ranks)
+    )
+    return Assigned(tuple(by_rank))
+
+
 def shard_length(seq_len: int, ranks: int, rank: int, layout: Layout = "contiguous") -> int:
     return sum(len(r) for r in shard_ranges(seq_len, ranks, rank, layout))
 

@@ -5,6 +5,7 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_loca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
@@ -22,6 +23,7 @@ from ..placement.layout import (
     TokenLayout,
     check_layout,
     check_length,
+    segments_layout,
     shard_length,
     shard_positions,
 )
@@ -103,6 +105,42 @@ class Sharding(Opaque):
         key = self.seq_len, self.layout, self.strategy == "tp_sp", group if self.mesh is None else self.mesh
         for name, value in (("sequence_group", group), ("_key", key), ("_hash", hash(key))):
             object.__setattr__(self, name, value)
+
+    @classmethod
+    def segments(
+        cls,
+        lengths: Sequence[int],
+        *,
+        layout: Literal["contiguous", "zigzag"] = "contiguous",
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+    ) -> Sharding:
+        """A sharding of several streams, each of which is sharded by itself: each rank holds a part of every stream.
+
+        The sequence is all streams, one after another. So a model that joins this rank's tokens of its streams, such as
+        text and image, in this order, has this rank's shard of the joint sequence.
+
+        Args:
+            lengths: tokens of each stream. They need not divide by anything, and may be 0.
+            layout: how each stream is divided: "contiguous" or "zigzag".
+            mesh: as for ``Sharding``.
+            group: as for ``Sharding``.
+
+        Raises:
+            TypeError: ``lengths`` is no list of ints.
+            ValueError: a negative length, or an argument that ``Sharding`` refuses.
+
+        Examples:
+            >>> Sharding.segments([3, 8]).lengths  # in one process; with 2 ranks: (2 + 4, 1 + 4)
+            (11,)
+        """
+        if not isinstance(lengths, Sequence):
+            raise TypeError(f"lengths={lengths!r}: expected the number of tokens of each stream, such as [512, 4096]")
+        for length in lengths:
+            check_int("lengths", length, 0)
+        check_choice("layout", layout, ("contiguous", "zigzag"))
+        assigned = segments_layout(tuple(lengths), size_of(resolve_sequence_group(mesh, group, None)), layout)
+        return cls(assigned.seq_len, assigned, mesh=mesh, group=group)
 
     @cached_property
     def _placements(self) -> dict[Any, Placement]:

@@ -14,7 +14,7 @@ FLOORS = (
     ("strategies", "sharding"),
     ("functional", "scaled_dot_product", "decoding", "verification"),
     ("factory", "layers", "megatron", "memory", "mixers", "adapters", "planner"),
-    ("hf", "cli"),
+    ("hf", "diffusers", "cli"),
     ("peers",),
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -47,6 +47,7 @@ ELSEWHERE = {
     "bytelm.py",  # test_demo.py
     "own_loop.py",  # tests/docs/test_own_loop.py
     "grpo.py",  # tests/hf/test_trl.py
+    "video.py",  # tests/diffusers/test_example.py
     "quickstart.py",  # test_docs.py
 }
 

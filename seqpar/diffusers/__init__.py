@@ -1,0 +1,10 @@
+"""Diffusers' video and image transformers with their tokens sharded over ranks: whole inputs in, the whole output out.
+
+``parallelize`` a transformer or a pipeline, call it as before, and average the gradients with
+``seqpar.sync_gradients``, DDP or FSDP2.
+"""
+
+from .patch import parallelize, restore
+from .plans import Cut, Plan
+
+__all__ = ["Cut", "Plan", "parallelize", "restore"]

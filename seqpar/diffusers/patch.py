@@ -1,0 +1,545 @@
+"""``parallelize`` and ``restore``: hooks on a model, and the methods ``forward`` of it and of its attention modules.
+
+Shapes: b batch, s tokens, h heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import lru_cache, partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..base.checks import no_compile
+from ..comm.collectives import all_reduce
+from ..masks.mask import Mask
+from ..placement.strategies import StrategyName
+from ..ranks.mesh import size_of
+from ..scaled_dot_product import SdpaMode, original_sdpa, sdpa
+from ..sharding.sharding import Sharding
+from ..sharding.spec import attention_spec
+from .plans import Cut, Plan, plan_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..kernels import BackendName
+    from ..placement.strategies import StrategyOptions
+
+Model = TypeVar("Model")
+_FULL = Mask.full()
+_OWN = "_seqpar_diffusers"
+
+
+def parallelize(
+    model: Model,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    strategy: StrategyName = "ring",
+    plan: Plan | None = None,
+    backend: BackendName = "auto",
+    deterministic: bool = False,
+    **options: Unpack[StrategyOptions],
+) -> Model:
+    """Shard the tokens of a diffusers transformer over ranks, from its first block to its last. Changes it in place.
+
+    Call it as before, with the same whole inputs on every rank of a sequence: also the noise, the timesteps and the
+    rows whose caption is dropped. Every rank gets the whole output. Images, videos and texts may have any length, and
+    heads any number. Gradients follow the package's convention: each rank has a loss, such as the one-device loss of
+    the whole output, and the mean of the ranks' gradients (``seqpar.sync_gradients``, DDP, FSDP2) is one device's
+    gradient. The gradients of inputs are this mean already.
+
+    Dropout, also LoRA's, is drawn by each rank for its tokens.
+
+    Args:
+        model: a transformer, or a pipeline, whose transformers are then parallelized.
+        mesh: the sequence is sharded over its ring and ulysses dimensions.
+        group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
+        strategy: as in ``seqpar.attention``.
+        plan: where the model's tokens are, for models that have no plan in this package.
+        backend: as in ``seqpar.attention``.
+        deterministic: as in ``seqpar.attention``.
+        options: the strategy's options, as in ``seqpar.attention``.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: ``model`` is neither a module nor a pipeline, or an option has the wrong type.
+        ValueError: the model has no plan, or is parallelized already, or the plan names a module or an argument that
+            it does not have. Later, in a call: inputs that do not fit the plan, fewer image tokens than ranks, padding
+            before real tokens, or a cache of diffusers, which would decide on each rank from its own tokens.
+        RuntimeError: in a call, if an attention module computes attention in another way than by one call of
+            ``F.scaled_dot_product_attention``.
+    """
+    no_tokens = Sharding.segments([0], mesh=mesh, group=group)
+    no_tokens.place(attention_spec(strategy, options, backend=backend, deterministic=deterministic))  # raises
+    arguments = {"strategy": strategy, "backend": backend, "deterministic": deterministic, **options}
+    models = _transformers(model)
+    if plan is not None and len(models) > 1:
+        raise ValueError(f"plan: the pipeline has {len(models)} transformers; parallelize each with a plan of its own")
+    for name, each in models.items():
+        if any(_OWN in vars(m) for m in each.modules()):
+            raise ValueError(f"{name}: it is parallelized already; call seqpar.diffusers.restore first")
+        Patch(each, plan or plan_of(each), mesh, group, arguments)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undo ``parallelize``: the model computes what it computed before, bit for bit.
+
+    Raises:
+        ValueError: the model is not parallelized, or something has replaced a ``forward`` since.
+    """
+    for name, each in _transformers(model).items():
+        patch = vars(each).get(_OWN)
+        if patch is None or patch.model is not each:
+            raise ValueError(f"{name}: it is not parallelized, or it is a copy of a model that is; restore that one")
+        patch.undo()
+    return model
+
+
+def _transformers(model: Any) -> dict[str, nn.Module]:
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    components = getattr(model, "components", None)
+    if not isinstance(components, Mapping):
+        raise TypeError(f"model={type(model).__name__}: expected a diffusers transformer or pipeline")
+    # The names of diffusers' pipelines, which have no other way to tell their denoisers.
+    found = {name: components[name] for name in ("transformer", "transformer_2") if components.get(name) is not None}
+    if not found:
+        raise ValueError(f"model: {type(model).__name__} has no transformer, only {', '.join(components)}")
+    return found
+
+
+class Patch:
+    """A parallelized model.
+
+    Attributes:
+        model: the transformer.
+        plan: where its tokens are.
+        shardings: of streams with given lengths.
+        ranks: the number of ranks.
+        options: arguments of attention.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: DeviceMesh | None,
+        group: ProcessGroup | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.model, self.plan, self.options = model, plan, options
+        self.shardings = lru_cache(maxsize=32)(partial(Sharding.segments, mesh=mesh, group=group))
+        self.ranks = self.shardings((0,)).ranks
+        self.modes = _Modes()
+        self._forwards: list[tuple[nn.Module, MethodType]] = []
+        with ExitStack() as self._undo:
+            self._patch()
+            self._undo = self._undo.pop_all()  # no error: keep it
+
+    def _patch(self) -> None:
+        model, plan = self.model, self.plan
+        for pattern, cuts in plan.cuts.items():
+            for name, module in _matching(model, pattern).items():
+                signature = _signature(name, module, cuts)
+                if module is model:
+                    self._root_signature = signature
+                else:
+                    hook = module.register_forward_pre_hook(partial(self._before, pattern, signature), with_kwargs=True)
+                    self._undo.callback(hook.remove)
+        for pattern, streams in plan.attention.items():
+            for name, module in _matching(model, pattern).items():
+                self._wrap(module, partial(self._attention, name, streams))
+        output = _matching(model, plan.output)
+        if len(output) != 1:
+            raise ValueError(f"plan: output={plan.output!r} names {len(output)} modules of {type(model).__name__}")
+        self._undo.callback(output[plan.output].register_forward_hook(self._gather).remove)
+        self._wrap(model, self._forward)
+        setattr(model, _OWN, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        return self  # a copy of the model works with the same ranks
+
+    def undo(self) -> None:
+        for module, forward in self._forwards:
+            if vars(module).get("forward") is not forward:
+                raise ValueError(
+                    f"{type(module).__name__}: its forward was replaced after parallelize; undo that first"
+                )
+        self._undo.close()
+        delattr(self.model, _OWN)
+
+    def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let ``forward(original, *args, **kwargs)`` be the module's forward."""
+        before = vars(module).get("forward")
+
+        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(partial(type(self).forward, self) if before is None else before, *args, **kwargs)
+
+        bound = MethodType(wrapped, module)  # a copy of the module calls the forward of the copy
+        self._forwards.append((module, bound))
+        self._undo.callback(partial(_set_forward, module, before))
+        _set_forward(module, bound)
+
+    @no_compile
+    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's forward."""
+        model: Any = self.model
+        if getattr(model, "is_cache_enabled", False):
+            raise ValueError(
+                "model: a cache of diffusers is enabled; call disable_cache(), it compares a rank's tokens"
+            )
+        if getattr(model, "_parallel_config", None) is not None:
+            raise ValueError(
+                "model: enable_parallelism was called; a model has either diffusers' parallelism or seqpar's"
+            )
+        args, kwargs = self._with_whole_gradients(args, kwargs)
+        call = _Call(self)
+        with call.running(), call.checkpoints():
+            if "" in self.plan.cuts:
+                args, kwargs = call.cut_arguments("", self._root_signature, args, kwargs)
+            output = original(*args, **kwargs)
+        if not call.attended or not call.gathered:
+            what = "attention module" if not call.attended else self.plan.output
+            raise RuntimeError(f"model: it called no {what} of the plan, so tokens of other ranks had no effect on it")
+        return output
+
+    def _with_whole_gradients(self, args: Any, kwargs: Any) -> Any:
+        """The inputs; their gradients are averaged over the ranks, since each rank computes from its tokens only."""
+        values, structure = tree_flatten((args, kwargs))
+        chosen = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
+        if chosen and torch.is_grad_enabled() and self.ranks > 1:
+            group = self.shardings((0,)).sequence_group
+            for i, x in zip(chosen, _AverageGradients.apply(group, *(values[i] for i in chosen)), strict=True):
+                values[i] = x
+        return tree_unflatten(values, structure)
+
+    @no_compile
+    def _before(self, pattern: str, signature: inspect.Signature, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return self.modes.now(type(module).__name__).call.cut_arguments(pattern, signature, args, kwargs)
+
+    @no_compile
+    def _attention(
+        self, name: str, streams: tuple[str, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """The forward of an attention module."""
+        with self.modes.now(name).inside(name, streams):
+            return original(*args, **kwargs)
+
+    @no_compile
+    def _gather(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        call = self.modes.now(self.plan.output).call
+        call.gathered = True
+        return call.sharding((self.plan.output_stream,)).unshard(output, dim=1)
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del module.__dict__["forward"]
+    else:
+        module.__dict__["forward"] = forward
+
+
+def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return {name: module for name, module in model.named_modules() if wanted.fullmatch(name)}
+
+
+def _signature(name: str, module: nn.Module, cuts: Mapping[str, Any]) -> inspect.Signature:
+    signature = inspect.signature(module.forward)
+    if missing := [argument for argument in cuts if argument not in signature.parameters]:
+        raise ValueError(
+            f"plan: {name or 'the model'} ({type(module).__name__}) takes no {missing[0]}, but "
+            + ", ".join(signature.parameters)
+        )
+    return signature
+
+
+class _Modes(threading.local):
+    """The calls of the model that are running in this thread, the inner one last."""
+
+    def __init__(self) -> None:
+        self.running: list[_Attention] = []
+
+    def now(self, what: str) -> _Attention:
+        if not self.running:
+            raise RuntimeError(
+                f"{what}: it was called outside of a call of the parallelized model, as by torch.utils.checkpoint in "
+                "backward; use the model's own enable_gradient_checkpointing()"
+            )
+        return self.running[-1]
+
+
+class _Call:
+    """One call of the model: its lengths, and how its attention is computed.
+
+    Attributes:
+        lengths: tokens of each stream.
+        rows: the real tokens of the padded stream, in each batch row; None: all are real, or no argument tells.
+        attended: whether an attention module of the plan has run.
+        gathered: whether the output has been gathered.
+    """
+
+    def __init__(self, patch: Patch) -> None:
+        self.patch = patch
+        self.lengths: dict[str, int] = {}
+        self.rows: list[int] | None = None
+        self.attended = self.gathered = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The modules that run inside of the block belong to this call."""
+        modes = self.patch.modes.running
+        with _Attention(self) as mode:
+            modes.append(mode)
+            try:
+                yield
+            finally:
+                modes.pop()
+
+    @contextmanager
+    def checkpoints(self) -> Iterator[None]:
+        """Blocks that the model's gradient checkpointing computes again in backward belong to this call too."""
+        values = vars(self.patch.model)
+        original = values.get("_gradient_checkpointing_func")
+        if original is None:
+            yield
+            return
+
+        def checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def again(*args: Any, **kwargs: Any) -> Any:
+                modes = self.patch.modes.running
+                with nullcontext() if modes and modes[-1].call is self else self.running():
+                    return block(*args, **kwargs)
+
+            return original(again, *args, **kwargs)
+
+        values["_gradient_checkpointing_func"] = checkpoint
+        try:
+            yield
+        finally:
+            values["_gradient_checkpointing_func"] = original
+
+    def length(self, stream: str) -> int:
+        """Tokens of the stream, with masked ones if there are fewer than ranks: model code slices ``[:, -text:]``."""
+        if stream not in self.lengths:
+            raise RuntimeError(
+                f"plan: attention needs the tokens of {stream!r}, but no argument with them has been cut; the model "
+                "skipped the module that the plan cuts them at"
+            )
+        return max(self.lengths[stream], self.patch.ranks)
+
+    def sharding(self, streams: tuple[str, ...]) -> Sharding:
+        return self.patch.shardings(tuple(self.length(stream) for stream in streams))
+
+    def cut_arguments(self, pattern: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = dict(bound.arguments)
+        for name, cut in self.patch.plan.cuts[pattern].items():
+            if name in bound.arguments:
+                bound.arguments[name] = self._cut(given[name], cut, name)
+        padding = self.patch.plan.padding
+        if padding is not None and padding[0] == pattern and given.get(padding[1]) is not None:
+            self.rows = self._real_tokens(given[padding[1]], padding[1])
+        return bound.args, bound.kwargs
+
+    def _cut(self, value: Any, cut: Cut | tuple[Cut, ...], what: str) -> Any:
+        if value is None:
+            return None
+        if isinstance(cut, tuple):
+            return tuple(self._cut(x, c, what) for x, c in zip(value, cut, strict=True))
+        if isinstance(value, list | tuple):
+            return type(value)(self._cut(x, cut, what) for x in value)
+        streams = (cut.streams,) if isinstance(cut.streams, str) else cut.streams
+        if isinstance(value, int):
+            return int((self.sharding(streams).positions() < value).sum())
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{what}: expected a tensor of {' and '.join(streams)} tokens, got {type(value).__name__}")
+        if cut.dims is not None and (value.dim() != cut.dims or value.shape[cut.dim] == 1):
+            return value
+        lengths = [value.shape[cut.dim]] if len(streams) == 1 else [self.lengths[stream] for stream in streams]
+        if sum(lengths) != value.shape[cut.dim]:
+            raise ValueError(
+                f"{what}: {value.shape[cut.dim]} entries along dim {cut.dim}, but {lengths} tokens of {streams}"
+            )
+        parts = value.split(lengths, cut.dim)
+        return torch.cat([self._cut_stream(x, s, cut.dim, what) for x, s in zip(parts, streams, strict=True)], cut.dim)
+
+    def _cut_stream(self, x: Tensor, stream: str, dim: int, what: str) -> Tensor:
+        length, dim = x.shape[dim], dim % x.dim()
+        if self.lengths.setdefault(stream, length) != length:
+            raise ValueError(
+                f"{what}: {length} entries along dim {dim}, but there are {self.lengths[stream]} {stream} tokens"
+            )
+        if stream == self.patch.plan.output_stream and length < self.patch.ranks:
+            raise ValueError(f"{what}: {length} {stream} tokens over {self.patch.ranks} ranks; use fewer ranks")
+        missing = self.length(stream) - length
+        if missing:
+            x = F.pad(x, (*[0, 0] * (x.dim() - 1 - dim), 0, missing))
+        return self.sharding((stream,)).shard(x, dim)
+
+    def _real_tokens(self, mask: Any, what: str) -> list[int]:
+        """The number of real tokens of the padded stream in each row."""
+        stream = self.patch.plan.padded_stream
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(
+                f"{what}: expected a bool tensor, True for real tokens, got {kind}, which attention adds to the scores"
+            )
+        mask = mask.reshape(mask.shape[0], -1)  # [b, tokens]
+        length = self.lengths[stream]
+        if mask.shape[1] != length:
+            order = next(each for each in self.patch.plan.attention.values() if stream in each)
+            lengths = [self.lengths[each] for each in order]
+            if sum(lengths) != mask.shape[1]:
+                raise ValueError(
+                    f"{what}: {mask.shape[1]} entries a row, but the streams {order} have {lengths} tokens"
+                )
+            parts = dict(zip(order, mask.split(lengths, 1), strict=True))
+            mask = parts.pop(stream)
+            if not all(bool(part.all()) for part in parts.values()):
+                raise ValueError(f"{what}: tokens of {' and '.join(parts)} are padding; only {stream} may be padded")
+        rows = mask.sum(1)  # [b]
+        if not torch.equal(mask, torch.arange(length, device=mask.device) < rows[:, None]):
+            raise ValueError(f"{what}: a row has padding before real tokens; put each row's padding at its end")
+        found: list[int] = rows.tolist()
+        return found
+
+    def mask(self, streams: tuple[str, ...], masked: bool) -> tuple[Mask, tuple[str, ...]]:
+        """The mask of an attention call, and the order of the streams that it is for: a padded one comes last."""
+        rows = self.rows if masked else None
+        real = {s: rows if rows and s == self.patch.plan.padded_stream else [self.lengths[s]] for s in streams}
+        padded = [s for s in streams if any(n != self.length(s) for n in real[s])]
+        if not padded:
+            return _FULL, streams
+        if len(padded) > 1:
+            raise ValueError(
+                f"model: of {', '.join(padded)} more than one stream has padding, or fewer tokens than the "
+                f"{self.patch.ranks} ranks; use fewer ranks, or pad to {self.patch.ranks} tokens"
+            )
+        (last,) = padded
+        order = (*(s for s in streams if s != last), last)
+        before = sum(self.length(s) for s in order[:-1])
+        stops = [before + n for n in real[last]]
+        return Mask.padding(0, stops if len(set(stops)) > 1 else stops[0]), order
+
+
+class _Attention(SdpaMode):
+    """Attention inside of a call of the model."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self.call = call
+        self.modules: list[tuple[str, tuple[str, ...]]] = []  # that are running, the inner one last
+        self.calls = 0
+
+    @contextmanager
+    def inside(self, name: str, streams: tuple[str, ...]) -> Iterator[None]:
+        """In the block, the attention module ``name`` is running."""
+        before, self.calls = self.calls, 0
+        self.modules.append((name, streams))
+        try:
+            yield
+            calls = self.calls
+        finally:
+            self.modules.pop()
+            self.calls = before
+        if streams and calls != 1:
+            module: Any = self.call.patch.model.get_submodule(name)
+            processor = getattr(module, "processor", None)
+            backend = getattr(processor, "_attention_backend", None)
+            raise RuntimeError(
+                f"{name}: {calls} calls of F.scaled_dot_product_attention over the sharded tokens instead of one; its "
+                f"processor is {type(processor).__name__}"
+                + (f" with the attention backend {backend!r}" if backend is not None else "")
+                + "; call set_attention_backend('native') or set_default_attn_processor()"
+            )
+        self.call.attended |= bool(streams)
+
+    def is_sharded(self) -> bool:
+        if not self.modules:
+            raise ValueError(
+                "model: attention was called outside of the attention modules of the plan "
+                f"({', '.join(self.call.patch.plan.attention)}); add the module to the plan"
+            )
+        return bool(self.modules[-1][1])
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not self.is_sharded():
+            return original_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        name, streams = self.modules[-1]
+        call = self.call
+        if not {query.shape[2], key.shape[2]} == {call.sharding(streams).seq_local}:
+            raise ValueError(
+                f"{name}: {query.shape[2]} queries and {key.shape[2]} keys, but this rank holds "
+                f"{call.sharding(streams).seq_local} tokens of {' and '.join(streams)}; adapters that add attention, "
+                "such as IP-Adapter, are not supported"
+            )
+        if is_causal:
+            raise ValueError(f"{name}: is_causal=True; joint attention of several streams has no order")
+        self.calls += 1
+        masked = attn_mask is not None and call.rows is not None
+        mask, order = call.mask(streams, masked)
+        if order != streams:
+            query, key, value = (_reorder(x, streams, order, call) for x in (query, key, value))  # [b, h, s, d]
+        out = sdpa(
+            query,
+            key,
+            value,
+            None if masked else attn_mask,
+            dropout_p,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            sharding=call.sharding(order),
+            mask=mask,
+            **call.patch.options,
+        )
+        return out if order == streams else _reorder(out, order, streams, call)
+
+
+def _reorder(x: Tensor, order: tuple[str, ...], new: tuple[str, ...], call: _Call) -> Tensor:
+    """This rank's tokens of the streams in another order."""
+    parts = dict(zip(order, x.split([call.sharding((s,)).seq_local for s in order], 2), strict=True))
+    return torch.cat([parts[s] for s in new], 2)
+
+
+class _AverageGradients(torch.autograd.Function):
+    """The tensors themselves; in backward, the mean of their gradients over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_mean(grad, ctx.group) for grad in grads)
+
+
+def _mean(grad: Tensor, group: ProcessGroup) -> Tensor:
+    wide = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
+    return (all_reduce(wide, group) / size_of(group)).to(grad.dtype)

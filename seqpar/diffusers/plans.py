@@ -1,0 +1,175 @@
+"""Where the tokens of each model are: in which arguments, in which attention, and in which output.
+
+The names of modules, arguments and dimensions are diffusers' own, of version 0.42. ``parallelize`` compares them with
+the model that it is given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the tokens of a stream are in an argument: a tensor, a list or tuple of tensors, or a number of tokens.
+
+    A number ``n`` stands for the first ``n`` tokens of the stream, and becomes the number of them that this rank holds.
+
+    Args:
+        streams: the stream, such as "image"; or several, whose tokens follow one another in the argument.
+        dim: the dimension of the tokens.
+        dims: the number of dimensions of a tensor with an entry for each token. Other tensors are left as they are, and
+            so are tensors with one entry in this dimension. None: every tensor has an entry for each token.
+    """
+
+    streams: str | tuple[str, ...]
+    dim: int = 1
+    dims: int | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model's tokens are sharded. The names of modules may contain ``*`` for one part, as in "blocks.*.attn1".
+
+    Every stream is cut by itself into one contiguous part for each rank.
+
+    Args:
+        cuts: for each module, "" being the model itself, its arguments that are cut before it runs. A tuple of cuts is
+            for an argument that is a tuple. An argument may be None.
+        attention: for each attention module, the streams whose tokens it joins, in order. "()" is attention whose keys
+            and values every rank holds in full, such as cross-attention to a text; this rank then computes it alone.
+        output: the module whose output ``[batch, tokens, channels]`` has the tokens of ``output_stream``. It is
+            gathered, so that what follows sees all tokens.
+        output_stream: the name of this stream.
+        padding: the module and the argument that tells which tokens of a stream are padding: bool
+            ``[batch, tokens]``, True for real tokens, or the same of all joint tokens in the order of the attention.
+            Padding follows a row's real tokens. Where the model passes attention an ``attn_mask``, it sees the real
+            tokens only.
+        padded_stream: the name of this stream.
+    """
+
+    cuts: Mapping[str, Mapping[str, Cut | tuple[Cut, ...]]]
+    attention: Mapping[str, tuple[str, ...]]
+    output: str = "proj_out"
+    output_stream: str = "image"
+    padding: tuple[str, str] | None = None
+    padded_stream: str = "text"
+    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of the model's config: values that work
+
+
+IMAGE, TEXT = Cut("image"), Cut("text")
+IMAGE_FIRST, TEXT_FIRST = ("image", "text"), ("text", "image")
+WHOLE: tuple[str, ...] = ()
+# An argument with an entry for each token in some checkpoints, and one for each row in others.
+PER_TOKEN = Cut("image", dims=2)
+HIDDEN = {"hidden_states": IMAGE}
+BOTH = {**HIDDEN, "encoder_hidden_states": TEXT}
+ROWS = Cut("image", dim=0)  # a table [tokens, channels]
+IDS = {"img_ids": Cut("image", dim=-2), "txt_ids": Cut("text", dim=-2)}
+CONTROL = {"controlnet_block_samples": IMAGE}
+
+_FLUX = Plan(
+    cuts={"": {**BOTH, **IDS}},
+    attention={"transformer_blocks.*.attn": TEXT_FIRST, "single_transformer_blocks.*.attn": TEXT_FIRST},
+)
+_CONTROL = {"controlnet_block_samples": IMAGE, "controlnet_single_block_samples": IMAGE}
+_HUNYUAN = {"transformer_blocks.*.attn": IMAGE_FIRST, "context_embedder.token_refiner.refiner_blocks.*.attn": WHOLE}
+
+PLANS: dict[str, Plan] = {
+    "FluxTransformer2DModel": Plan({"": {**BOTH, **IDS, **_CONTROL}}, _FLUX.attention),
+    "Flux2Transformer2DModel": _FLUX,
+    "ChromaTransformer2DModel": Plan(
+        {"": {**BOTH, **IDS, **_CONTROL, "attention_mask": Cut(TEXT_FIRST)}},
+        _FLUX.attention,
+        padding=("", "attention_mask"),
+    ),
+    "QwenImageTransformer2DModel": Plan(
+        {
+            "": CONTROL,
+            "transformer_blocks.0": BOTH,
+            "transformer_blocks.*": {
+                "encoder_hidden_states_mask": TEXT,
+                "image_rotary_emb": (ROWS, Cut("text", dim=0)),
+                "modulate_index": IMAGE,
+            },
+        },
+        {"transformer_blocks.*.attn": TEXT_FIRST},
+        padding=("transformer_blocks.0", "encoder_hidden_states_mask"),
+    ),
+    "WanTransformer3DModel": Plan(
+        {"": {"timestep": PER_TOKEN}, "blocks.0": HIDDEN, "blocks.*": {"rotary_emb": IMAGE}},
+        {"blocks.*.attn1": ("image",), "blocks.*.attn2": WHOLE},
+    ),
+    "HunyuanVideoTransformer3DModel": Plan(
+        {
+            "transformer_blocks.0": BOTH,
+            "transformer_blocks.*": {"freqs_cis": ROWS},
+            "single_transformer_blocks.*": {"image_rotary_emb": ROWS},
+        },
+        {**_HUNYUAN, "single_transformer_blocks.*.attn": IMAGE_FIRST},
+        padding=("transformer_blocks.0", "attention_mask"),
+        settings={"image_condition_type": (None, "latent_concat")},  # "token_replace": see the blocks' num_tokens
+    ),
+    "HunyuanVideo15Transformer3DModel": Plan(
+        {"transformer_blocks.0": BOTH, "transformer_blocks.*": {"attention_mask": TEXT, "freqs_cis": ROWS}},
+        _HUNYUAN,
+        padding=("transformer_blocks.0", "attention_mask"),
+    ),
+    "LTXVideoTransformer3DModel": Plan(
+        {"": {**HIDDEN, "timestep": PER_TOKEN}, "transformer_blocks.*": {"image_rotary_emb": IMAGE}},
+        {"transformer_blocks.*.attn1": ("image",), "transformer_blocks.*.attn2": WHOLE},
+    ),
+    "SD3Transformer2DModel": Plan(
+        {"": {"block_controlnet_hidden_states": IMAGE}, "transformer_blocks.0": BOTH},
+        {"transformer_blocks.*.attn": IMAGE_FIRST, "transformer_blocks.*.attn2": ("image",)},
+    ),
+    "CogVideoXTransformer3DModel": Plan(
+        {"transformer_blocks.0": BOTH, "transformer_blocks.*": {"image_rotary_emb": ROWS}},
+        {"transformer_blocks.*.attn1": TEXT_FIRST},
+    ),
+}
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of a diffusers model.
+
+    Raises:
+        ValueError: there is none, for the class or for its config.
+    """
+    cls: Any = type(model)
+    for parent in cls.__mro__:
+        plan = PLANS.get(parent.__name__) if parent.__module__.startswith("diffusers.") else None
+        if plan is None:
+            continue
+        if cls.forward is not parent.forward:
+            raise ValueError(
+                f"model: {cls.__name__} has another forward than diffusers' {parent.__name__}; pass plan=, a "
+                "seqpar.diffusers.Plan that says where its tokens are"
+            )
+        config: Any = model.config
+        for name, values in plan.settings.items():
+            if config[name] not in values:
+                raise ValueError(
+                    f"model: {cls.__name__} with {name}={config[name]!r} is not supported; supported: "
+                    + ", ".join(map(repr, values))
+                )
+        return plan
+    raise ValueError(
+        f"model: no plan says where the tokens of {cls.__name__} are; pass plan=, a seqpar.diffusers.Plan. "
+        + _first_block(model)
+        + "There are plans for "
+        + ", ".join(PLANS)
+    )
+
+
+def _first_block(model: nn.Module) -> str:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            block = module[0]
+            return f"Its first block {name}.0 takes {tuple(inspect.signature(block.forward).parameters)}. "
+    return ""

@@ -1,0 +1,191 @@
+"""Parallelized diffusers models compute one process's output, gradients of weights and gradients of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from seqpar import Mask, sync_gradients
+
+from ..cases import Batch
+from ..pool import on_ranks
+from .models import MASKED, MODELS, Case, make
+
+pytest.importorskip("diffusers")
+from seqpar.diffusers import parallelize, patch, restore
+
+
+def run(model: nn.Module, inputs: dict[str, Any], goal: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the gradients of a loss of it, by name."""
+    model.zero_grad()
+    leaves = {name: x for name, x in inputs.items() if isinstance(x, Tensor) and x.requires_grad}
+    for x in leaves.values():
+        x.grad = None
+    (out,) = model(**inputs, return_dict=False)
+    generator = torch.Generator().manual_seed(7)
+    (out * torch.randn(out.shape, dtype=out.dtype, generator=generator)).sum().backward()
+    return out.detach(), {name: x.grad for name, x in leaves.items() if x.grad is not None}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The norm of all differences over the norm of all expected values."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    norm = sum(float(x.double().square().sum()) for x in expected.values()) ** 0.5
+    return sum(float((found[k].double() - x.double()).square().sum()) for k, x in expected.items()) ** 0.5 / norm
+
+
+@contextmanager
+def broken(what: str | None) -> Iterator[None]:
+    """Break the package in the block."""
+    with pytest.MonkeyPatch.context() as patches:
+        if what == "local attention":
+            patches.setattr(patch, "sdpa", lambda q, k, v, *args, **kwargs: F.scaled_dot_product_attention(q, k, v))
+        elif what == "no mask":
+            patches.setattr(patch._Call, "mask", lambda call, streams, masked: (Mask.full(), streams))
+        elif what == "streams in another order":
+            mask = patch._Call.mask
+            patches.setattr(patch._Call, "mask", lambda call, *args: (mask(call, *args)[0], args[0]))
+        yield
+
+
+@on_ranks
+def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    model, inputs = make(case, seed, options.get("dtype", torch.float64))
+    if options.get("checkpointing"):
+        model.enable_gradient_checkpointing()
+    out, input_grads = run(model, inputs)
+    grads = weights(model)
+    with broken(options.get("broken")):
+        parallelize(model, group=group, strategy=case.strategy)
+        if options.get("compiled"):
+            for blocks in model.children():
+                for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+                    block.compile(backend="eager")
+            run(model, make(replace(case, text=case.text + 4), seed)[1])  # no length may be a constant of the code
+        sharded, sharded_input_grads = run(model, inputs)
+    sync_gradients(model, group=group)
+    found = {
+        "output": distance({"": sharded}, {"": out}),
+        "weights": distance(weights(model), grads),
+        "inputs": distance(sharded_input_grads, input_grads),
+    }
+    restore(model)
+    for module in model.modules():
+        module._compiled_call_impl = None
+    again, _ = run(model, inputs)
+    assert torch.equal(again, out), "restore"
+    assert all(torch.equal(x, grads[name]) for name, x in weights(model).items()), "restore"
+    return found
+
+
+def verify(case: Case, results: list[dict[str, float]]) -> None:
+    # Models cast to float32. Over 2 or 4 ranks, a rank's gradient is a power of two times its share, and rounds alike.
+    exact = not case.model.startswith("wan") and len(results) != 3
+    limit = 1e-12 if exact or case.model in ("sd3", "sd3_control") else 3e-7
+    for rank, found in enumerate(results):
+        assert max(found.values()) <= limit, f"rank {rank}: {found}"
+
+
+def cases(model: str, world: int) -> list[Case]:
+    ragged = model in MASKED
+    if world == 2:
+        return [Case(model, "ulysses", ragged=ragged), Case(model, "ring", text=4, ragged=ragged, heads=4)]
+    return [Case(model, "ring", ragged=ragged), Case(model, "ulysses", text=1)]
+
+
+def check(batch: Batch, world: int, some: list[Case], **options: Any) -> None:
+    batch.check(world, compare, some, verify, int(torch.randint(2**31, ())), options)
+
+
+def test_models_compute_one_process_s_results(batch: Batch) -> None:
+    check(batch, 2, [case for model in ("flux", "wan", "hunyuan", "qwen") for case in cases(model, 2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_model_computes_one_process_s_results(batch: Batch, world: int) -> None:
+    check(batch, world, [case for model in MODELS for case in cases(model, world)])
+
+
+@pytest.mark.slow
+def test_a_ring_across_all_to_alls(batch: Batch) -> None:
+    check(batch, 4, [Case(model, "hybrid", ragged=model in MASKED) for model in ("flux", "wan", "sd35", "hunyuan15")])
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing(batch: Batch) -> None:
+    models = ("flux2", "chroma", "wan", "hunyuan", "qwen", "sd35", "cogvideox", "ltx")
+    check(batch, 2, [cases(model, 3)[0] for model in models], checkpointing=True)
+
+
+@pytest.mark.slow
+def test_compiled_blocks(batch: Batch) -> None:
+    check(batch, 2, [cases(model, 3)[0] for model in ("flux", "wan")], compiled=True)
+
+
+BREAKS = {
+    "local attention": [Case("flux"), Case("wan"), Case("sd35"), Case("hunyuan", "ulysses")],
+    # A model whose text has fewer tokens than there are ranks; models with ragged text, which comes first or last.
+    "no mask": [Case("flux", text=1), Case("qwen", ragged=True), Case("hunyuan15", ragged=True)],
+    "streams in another order": [Case("flux", text=1), Case("qwen", ragged=True), Case("chroma", ragged=True)],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BREAKS)
+def test_a_break_is_noticed(batch: Batch, what: str) -> None:
+    def differs(case: Case, results: list[dict[str, float]]) -> None:
+        assert all(min(found["output"], found["weights"]) > 1e-3 for found in results), results
+
+    batch.check(2, compare, BREAKS[what], differs, 1, {"broken": what})
+
+
+@on_ranks
+def train_wrapped(group: ProcessGroup, case: Case, wrapper: str) -> float:
+    model, inputs = make(case, 3)
+    frozen = [p for name, p in model.named_parameters() if "norm" in name]
+    for p in frozen:
+        p.requires_grad_(False)
+    run(model, inputs)
+    grads = weights(model)
+    wrapped = model
+    if wrapper == "ddp":
+        parallelize(model, group=group)
+        wrapped = DistributedDataParallel(model, process_group=group, find_unused_parameters=case.model == "qwen")
+    elif wrapper == "fully_shard":
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for blocks in model.children():
+            for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+                fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        parallelize(model, group=group)
+    run(wrapped, inputs)
+    found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in weights(model).items()}
+    zero = {name: torch.zeros_like(x) for name, x in found.items() if name not in grads}  # that DDP has made
+    return distance(found, {**grads, **zero})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fully_shard"])
+def test_wrappers_average_the_gradients(batch: Batch, wrapper: str) -> None:
+    def equal(case: Case, results: list[float]) -> None:
+        assert max(results) < 3e-7, results
+
+    batch.check(
+        2, train_wrapped, [Case(model, ragged=model in MASKED) for model in ("flux", "wan", "qwen")], equal, wrapper
+    )

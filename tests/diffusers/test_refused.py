@@ -1,0 +1,173 @@
+"""What ``seqpar.diffusers`` refuses, and how it is undone. One rank runs the same code as several."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from ..observe import message_of
+from ..pool import Pool, on_ranks
+from .models import MODELS, Case, make
+
+diffusers = pytest.importorskip("diffusers")
+from seqpar.diffusers import Cut, Plan, parallelize, restore  # noqa: E402
+from seqpar.diffusers.plans import PLANS  # noqa: E402
+
+WAN = PLANS["WanTransformer3DModel"]
+
+
+def call(model: Any, inputs: dict[str, Any]) -> Tensor:
+    out: Tensor = model(**inputs, return_dict=False)[0]
+    return out
+
+
+def test_models_without_a_plan_are_refused_with_what_their_blocks_take() -> None:
+    class Block(nn.Module):
+        def forward(self, hidden: Tensor, angles: Tensor) -> Tensor:
+            return hidden * angles
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([Block()])
+    message = message_of(lambda: parallelize(model))
+    assert "first block layers.0 takes ('hidden', 'angles')" in message and "plan=" in message
+
+
+def test_a_changed_forward_needs_a_plan() -> None:
+    class Changed(diffusers.WanTransformer3DModel):  # type: ignore[misc, name-defined]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    model, inputs = make(Case("wan"), 0)
+    model.__class__ = Changed
+    assert "another forward" in message_of(lambda: parallelize(model))
+    own = Plan({**WAN.cuts, "": {}}, WAN.attention)
+    expected = call(model, inputs)
+    assert torch.allclose(call(parallelize(model, plan=own), inputs), expected)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan({"blocks.0": {"hidden": Cut("image")}}, WAN.attention), "takes no hidden, but hidden_states"),
+        (Plan(WAN.cuts, WAN.attention, output="out"), "names 0 modules"),
+    ],
+)
+def test_plans_are_compared_with_the_model(plan: Plan, message: str) -> None:
+    model, _ = make(Case("wan"), 0)
+    assert message in message_of(lambda: parallelize(model, plan=plan))
+    assert "forward" not in vars(model) and not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (Plan(WAN.cuts, {"blocks.*.attn1": ("image",)}), "outside of the attention modules of the plan"),
+        (Plan({"blocks.*": {"rotary_emb": Cut("table")}}, WAN.attention), "no argument with them has been cut"),
+        (Plan({**WAN.cuts, "": {"timestep": Cut("image", dim=0)}}, WAN.attention), "but there are 2 image tokens"),
+    ],
+)
+def test_plans_that_forget_something_are_noticed(plan: Plan, message: str) -> None:
+    model, inputs = make(Case("wan"), 0)
+    parallelize(model, plan=plan)
+    assert message in message_of(lambda: call(model, inputs))
+
+
+def test_another_attention_backend_is_noticed() -> None:
+    class Processor:
+        _attention_backend = "own"
+
+        def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states, kwargs["encoder_hidden_states"]
+
+    model, inputs = make(Case("hunyuan"), 0)
+    parallelize(model)
+    model.transformer_blocks[1].attn.processor = Processor()
+    message = message_of(lambda: call(model, inputs))
+    assert "transformer_blocks.1.attn: 0 calls" in message and "Processor" in message and "'own'" in message
+
+
+def test_caches_and_diffusers_own_parallelism_are_refused() -> None:
+    model, inputs = make(Case("flux"), 0)
+    parallelize(model)
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))
+    assert "disable_cache()" in message_of(lambda: call(model, inputs))
+    model.disable_cache()
+    model._parallel_config = object()
+    assert "enable_parallelism" in message_of(lambda: call(model, inputs))
+
+
+def test_masks_that_are_no_padding_at_the_end_are_refused() -> None:
+    model, inputs = make(Case("qwen"), 0)
+    parallelize(model)
+    inputs["encoder_hidden_states_mask"][1, 0] = False
+    assert "put each row's padding at its end" in message_of(lambda: call(model, inputs))
+    model, inputs = make(Case("chroma", ragged=True), 0)
+    parallelize(model)
+    floats = {**inputs, "attention_mask": inputs["attention_mask"].double()}
+    assert "expected a bool tensor" in message_of(lambda: call(model, floats))
+    inputs["attention_mask"][0, -1] = False
+    assert "only text may be padded" in message_of(lambda: call(model, inputs))
+
+
+def test_settings_without_a_plan_are_refused() -> None:
+    _, config, _ = MODELS["hunyuan"](Case("hunyuan"))
+    model = diffusers.HunyuanVideoTransformer3DModel(**config, image_condition_type="token_replace")
+    assert "image_condition_type='token_replace'" in message_of(lambda: parallelize(model))
+
+
+def test_checkpoints_of_one_s_own_are_refused_in_backward() -> None:
+    model, inputs = make(Case("wan"), 0)
+    parallelize(model)
+    block = model.blocks[1]
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    out = call(model, inputs)
+    assert "enable_gradient_checkpointing" in message_of(lambda: out.sum().backward())
+
+
+def test_parallelize_twice_and_restore() -> None:
+    model, inputs = make(Case("sd35"), 0)
+    before = set(vars(model)), call(model, inputs)
+    assert "it is not parallelized" in message_of(lambda: restore(model))
+    pipeline = SimpleNamespace(components={"transformer": model, "vae": nn.Linear(2, 2), "transformer_2": None})
+    assert parallelize(pipeline) is pipeline
+    assert "parallelized already" in message_of(lambda: parallelize(model))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.proj_out.weight.zero_()
+        twin.proj_out.bias.fill_(2)
+    assert bool((call(twin, inputs) == 2).all())  # its own weights
+    assert "a copy" in message_of(lambda: restore(twin))
+    replaced, model.forward = model.forward, lambda: None
+    assert "was replaced" in message_of(lambda: restore(model))
+    model.forward = replaced
+    restore(pipeline)
+    assert set(vars(model)) == before[0] and torch.equal(call(model, inputs), before[1])
+
+
+def test_what_is_no_model_is_refused() -> None:
+    assert "expected a diffusers transformer" in message_of(lambda: parallelize(3))
+    unet = SimpleNamespace(components={"unet": nn.Linear(2, 2)})
+    assert "no transformer, only unet" in message_of(lambda: parallelize(unet))
+    model, _ = make(Case("wan"), 0)
+    assert "strategy" in message_of(lambda: parallelize(model, strategy="rings"))
+    assert "comm" in message_of(lambda: parallelize(model, comm="p2p"))
+
+
+@on_ranks
+def call_with_few_tokens(group: ProcessGroup) -> str:
+    model, inputs = make(Case("flux"), 0)
+    parallelize(model, group=group)
+    few = {**inputs, "hidden_states": inputs["hidden_states"][:, :1], "img_ids": inputs["img_ids"][:1]}
+    return message_of(lambda: call(model, few))
+
+
+def test_images_with_fewer_tokens_than_ranks_are_refused(pool: Pool) -> None:
+    assert all("1 image tokens over 2 ranks" in message for message in pool.run(2, call_with_few_tokens))
