@@ -116,20 +116,16 @@ def calls() -> tuple[dict[str, Callable[[], object]], set[int]]:
         both: dict[str, Any] = {"config": config, "dq_config": config, **options}
         return lambda: attention_backward(dout, q, k, v, lse, row_sums, mask, score, dq, dk, dv, **both)
 
-    plain, dropped = Score(0.1), Score(0.1, dropout_p=0.1, dropout_seed=7)
+    plain, features = Score(0.1), Score(0.1, softcap=5.0, alibi_slopes=slopes, sinks=sinks)
+    dropped = Score(0.1, dropout_p=0.1, dropout_seed=2**40, head_offset=3)
     tensors = q, k, v, dout, acc, lse, dq, dk, dv, table, row_sums, slopes, sinks, mask.lo, mask.hi, positions
     shapes: dict[str, Callable[[], object]] = {
         "forward": forward_of(plain),
-        "forward by pointers": forward_of(plain, pointers),
         "carry": forward_of(plain, carry=(acc, lse), last=False),
-        "last, sinks": forward_of(Score(0.1, sinks=sinks), carry=(acc, lse)),
-        "softcap, ALiBi": forward_of(Score(0.1, softcap=5.0, alibi_slopes=slopes)),
-        "dropout": forward_of(dropped),
-        "dropout, a seed of 64 bits": forward_of(Score(0.1, dropout_p=0.1, dropout_seed=2**40, head_offset=3)),
-        "backward": backward_of(plain),
+        "carry, last, sinks, softcap, ALiBi": forward_of(features, carry=(acc, lse)),
+        "dropout, a seed of 64 bits, by pointers": forward_of(dropped, pointers),
         "backward, new gradients": backward_of(plain, new_dq=True, new_dkv=True),
         "deterministic": backward_of(plain, deterministic=True),
-        "backward, dropout by pointers": backward_of(dropped, pointers),
         "merge": lambda: merge_(acc, lse, q, lse),
         "rotary": lambda: apply_rotary(q, table, table),
         "delta": lambda: delta(q, dout),
