@@ -5,7 +5,6 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_loca
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
@@ -41,6 +40,8 @@ from ..ranks.mesh import (
     sequence_group,
     shown,
     size_of,
+    tensor_group,
+    ulysses_size,
 )
 from .same_rows import compare, compares_now
 from .shards import Unshard, local_shard
@@ -182,10 +183,9 @@ class Sharding(Opaque):
                 raise ValueError(f"rank={rank}: expected one of {ranks} ranks, from 0 to {ranks - 1}")
             return WorkerSharding(seq_len, balanced_layout(mask, seq_len, ranks), ranks, rank)
         sequence = resolve_sequence_group(mesh, group, strategy)
-        together = 1  # ranks that attend with the same tokens
-        if mesh is not None and mesh.mesh_dim_names and mesh.ndim > 1:
-            joined = ("ulysses", "tp") if strategy == "tp_sp" else ("ulysses",)
-            together = math.prod(mesh[name].size() for name in joined if name in mesh.mesh_dim_names)
+        together = ulysses_size(mesh)  # ranks that attend with the same tokens
+        if strategy == "tp_sp":
+            together *= size_of(tensor_group(mesh, group))
         layout = balanced_layout(mask, seq_len, size_of(sequence), together, known_per_host(sequence))
         return Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
 
