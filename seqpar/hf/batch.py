@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils._pytree import register_pytree_node
 
-from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.waiting import waiting
-from ..masks.mask import Mask, mask_of_rows
+from ..masks.mask import Mask, layer_mask, mask_of_rows
 from ..masks.rules import document_boundaries
-from ..placement.layout import LAYOUTS, Layout, shard_positions
-from ..ranks.mesh import rank_in, sequence_group, size_of
+from ..placement.balanced import balanced_layout
+from ..placement.layout import LAYOUTS, Layout, TokenLayout, check_layout, shard_length
+from ..ranks.mesh import known_per_host, rank_in, sequence_group, size_of, ulysses_size
 from ..sharding.sharding import Sharding, check_sharding
 
 IGNORE_INDEX = -100
@@ -36,6 +36,50 @@ UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx", PLANNED)
 
 Documents = list[tuple[int, ...]]  # for each row, the boundaries of its documents, starting with 0
 TokenRanges = list[tuple[int, int]]  # for each row, the first token that is not padding, and one past the last
+# A layout for batches: of any sequence, or "balanced", which is made for each batch from its documents.
+BatchLayout: TypeAlias = Layout | Literal["balanced"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How batches are cut into the parts of the ranks. It holds no process groups, and can be pickled.
+
+    Attributes:
+        ranks: the number of ranks that a sequence is sharded over.
+        layout: which tokens each rank holds.
+        together, per_host: as ``balanced_layout`` takes them.
+    """
+
+    ranks: int
+    layout: BatchLayout
+    together: int = 1
+    per_host: int = 0
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout, names=(*LAYOUTS, "balanced"))
+
+    @staticmethod
+    def over(mesh: DeviceMesh | None, group: ProcessGroup | None, layout: BatchLayout) -> Cut:
+        """Over the ranks of a mesh or group, as ``parallelize`` takes them."""
+        sequence = sequence_group(mesh, group)
+        return Cut(size_of(sequence), layout, ulysses_size(mesh), known_per_host(sequence))
+
+    def tokens(self, seq_len: int, mask: Mask) -> TokenLayout:
+        """Which tokens of a batch each rank holds. ``mask`` has the documents and the padding.
+
+        Raises:
+            ValueError: a rank would hold none.
+        """
+        layout = self.layout
+        if layout == "balanced":
+            causal = layer_mask(mask, True, None, None)
+            layout = balanced_layout(causal, seq_len, self.ranks, self.together, self.per_host)
+        if not all(shard_length(seq_len, self.ranks, rank, layout) for rank in range(self.ranks)):
+            raise ValueError(
+                f"batch: rows of {seq_len} tokens cannot be sharded over {self.ranks} ranks with layout={layout!r}; "
+                f"use rows of at least {self.ranks} tokens, or fewer ranks"
+            )
+        return TokenLayout(seq_len, layout, ring=self.ranks)
 
 
 @dataclass(eq=False)
@@ -46,10 +90,8 @@ class BatchShard:
     their arguments into micro-batches, split it too: each micro-batch gets the mask of its rows.
     """
 
-    seq_len: int  # the number of tokens of the full sequence
+    tokens: TokenLayout  # which tokens of the full sequence each rank holds
     max_position: int  # the largest of the full batch's ``position_ids``
-    ranks: int  # the number of ranks that the sequence is sharded over
-    layout: Layout
     mask: Mask  # the documents and the padding, in global positions; each layer adds its causality and window
     num_items: int | None = None  # the number of labels in the full batch that are not ``IGNORE_INDEX``
     seed: int = 0  # of attention dropout, the same on all ranks of the sequence
@@ -69,6 +111,16 @@ class BatchShard:
     def __post_init__(self) -> None:
         self.unmasked = self.mask == Mask.full()
 
+    @property
+    def seq_len(self) -> int:
+        """The number of tokens of the full sequence."""
+        return self.tokens.seq_len
+
+    @property
+    def positions(self) -> tuple[Tensor, ...]:
+        """For each rank, the global positions of its tokens, int64 ``[seq_local]``. Do not write to them."""
+        return tuple(map(self.tokens.rank_positions, range(self.tokens.ranks)))
+
     def of_rows(self, rows: Tensor) -> BatchShard:
         """The same for some of the full batch's rows, int64 ``[batch]``. The loss still counts all rows' labels."""
         at = rows.tolist()
@@ -87,10 +139,7 @@ class BatchShard:
         return {**vars(self), "sharding": None}  # process groups cannot be pickled
 
     def __repr__(self) -> str:  # without the mask, which may have thousands of boundaries
-        return (
-            f"BatchShard(seq_len={self.seq_len}, ranks={self.ranks}, layout={self.layout!r}, "
-            f"num_items={self.num_items})"
-        )
+        return f"BatchShard(tokens={self.tokens}, num_items={self.num_items})"
 
 
 def _flatten(shard: BatchShard) -> tuple[list[Any], BatchShard]:
@@ -113,7 +162,7 @@ def shard_batch(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    layout: Layout | None = None,
+    layout: BatchLayout | None = None,
     sharding: Sharding | None = None,
     shift_labels: bool | None = None,
     check: bool = True,
@@ -134,7 +183,7 @@ def shard_batch(
             * Other tensors ``[batch, seq, ...]`` are sharded too. All other entries are returned unchanged.
         mesh: the mesh that was given to ``parallelize``.
         group: the process group that was given to ``parallelize``.
-        layout: the layout that was given to ``parallelize``; "zigzag" by default.
+        layout: the layout that was given to ``parallelize``; "zigzag" by default, "balanced" for packed documents.
         sharding: a ``Sharding`` of the batch's length, instead of mesh, group and layout.
         shift_labels: True: replace each token's label by the label of the next token. False: leave the labels as they
             are. None: shift them, and also keep the unshifted labels in ``seqpar``, for masked language models.
@@ -151,15 +200,17 @@ def shard_batch(
         RuntimeError: another rank raised on its batch.
     """
     if sharding is not None:
-        check_sharding(sharding, mesh=mesh, group=group, layout=layout)
-        group, layout = sharding.sequence_group, sharding.layout
+        given = None if layout == "balanced" else layout
+        check_sharding(sharding, mesh=mesh, group=group, layout=given)
+        group = sharding.sequence_group
+        cut = Cut(size_of(group), sharding.layout)
     else:
-        group, layout = sequence_group(mesh, group), "zigzag" if layout is None else layout
-    check_choice("layout", layout, LAYOUTS)
-    ranks = size_of(group)
+        cut = Cut.over(mesh, group, "zigzag" if layout is None else layout)
+        group = sequence_group(mesh, group)
+    ranks = cut.ranks
 
     def parse() -> BatchSpec:
-        spec = BatchSpec(batch, ranks, layout, shift_labels)
+        spec = BatchSpec(batch, cut, shift_labels)
         if sharding is not None and spec.seq_len != sharding.seq_len:
             raise ValueError(
                 f"batch: its rows have {spec.seq_len} tokens, but the sharding is of seq_len={sharding.seq_len}; make "
@@ -198,15 +249,10 @@ def shard_batch(
 
 
 def shard_for_rank(
-    batch: Mapping[str, Any],
-    ranks: int,
-    rank: int,
-    layout: Layout,
-    shift_labels: bool | None = None,
-    seed: int | None = None,
+    batch: Mapping[str, Any], cut: Cut, rank: int, shift_labels: bool | None = None, seed: int | None = None
 ) -> dict[str, Any]:
-    """What ``shard_batch`` returns on rank ``rank`` of ``ranks``. ``seed`` defaults to a checksum."""
-    return BatchSpec(batch, ranks, layout, shift_labels).shard(rank, seed)
+    """What ``shard_batch`` returns on rank ``rank``. ``seed`` defaults to a checksum."""
+    return BatchSpec(batch, cut, shift_labels).shard(rank, seed)
 
 
 def tokens_of(batch: Any, if_sharded: str) -> Tensor:
@@ -242,15 +288,9 @@ class BatchSpec:
     bool ``[batch, seq]``, False for padding, or None.
     """
 
-    def __init__(self, batch: Mapping[str, Any] | None, ranks: int, layout: Layout, shift_labels: bool | None) -> None:
+    def __init__(self, batch: Mapping[str, Any] | None, cut: Cut, shift_labels: bool | None = None) -> None:
         tokens, entries = tokens_of(batch, "give shard_batch the full batch"), dict(batch or {})
         self.rows, self.seq_len = tokens.shape[:2]
-        self.ranks, self.layout = ranks, layout
-        if self.seq_len < ranks:
-            raise ValueError(
-                f"batch: rows of {self.seq_len} tokens cannot be sharded over {ranks} ranks; use rows of at least "
-                f"{ranks} tokens, or fewer ranks"
-            )
         planned = entries.pop(PLANNED, None)
         attention_mask = entries.pop("attention_mask", None)
         ranges = None if attention_mask is None else token_ranges(attention_mask)
@@ -261,6 +301,7 @@ class BatchSpec:
         self.mask = batch_mask(documents, ranges, self.seq_len)
         if planned == self.mask:  # otherwise the batch was changed after it was planned
             self.mask = planned
+        self.tokens = cut.tokens(self.seq_len, self.mask)
         self.valid = None if ranges is None else attention_mask != 0
         self._parse_labels(entries, shift_labels)
         shape = self.rows, self.seq_len
@@ -317,10 +358,10 @@ class BatchSpec:
     @property
     def checksum(self) -> int:
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
-        return checksum({**self.tensors, **arrays}, zlib.crc32(f"{self.mask!r} {self.layout}".encode()))
+        return checksum({**self.tensors, **arrays}, zlib.crc32(f"{self.mask!r} {self.tokens.layout}".encode()))
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
-        positions = shard_positions(self.seq_len, self.ranks, rank, self.layout)  # [seq_local]
+        positions = self.tokens.rank_positions(rank)  # [seq_local]
 
         def select_tokens(x: Tensor) -> Tensor:
             return x.index_select(1, positions.to(x.device)).contiguous()
@@ -330,10 +371,8 @@ class BatchSpec:
         if self.in_place is not None:
             in_place = select_tokens(self.in_place), int((self.in_place != IGNORE_INDEX).sum())
         local["seqpar"] = BatchShard(
-            self.seq_len,
+            self.tokens,
             self.max_position,
-            self.ranks,
-            self.layout,
             self.mask,
             self.num_items,
             seed=self.checksum if seed is None else seed,

@@ -9,13 +9,12 @@ from torch import nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.data import DistributedSampler, IterableDataset, default_collate
 
-from ..base.checks import check_choice
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..functional import mask_planner
 from ..masks.mask import layer_mask
-from ..placement.layout import LAYOUTS, Layout
+from ..placement.layout import TokenLayout
 from ..ranks.mesh import rank_in, sequence_group, size_of
-from .batch import PLANNED, BatchSpec, checksum, shard_batch, shard_for_rank
+from .batch import PLANNED, BatchLayout, BatchSpec, Cut, checksum, shard_batch, shard_for_rank
 from .randomness import SharedRandom
 from .state import patch_of
 
@@ -58,12 +57,12 @@ class ShardedLoader:
         *,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
-        layout: Layout = "zigzag",
+        layout: BatchLayout = "zigzag",
         shift_labels: bool | None = None,
         scatter: bool = False,
     ) -> None:
-        check_choice("layout", layout, LAYOUTS)
-        self.group = sequence_group(mesh, group)
+        Cut(1, layout)  # raises for another layout
+        self.group, self._mesh, self._given_group = sequence_group(mesh, group), mesh, group
         has_dp = mesh is not None and "dp" in (mesh.mesh_dim_names or ())
         self.dp_group = mesh["dp"].get_group() if mesh is not None and has_dp else None
         _check_split(loader, size_of(self.dp_group), rank_in(self.dp_group))
@@ -110,7 +109,8 @@ class ShardedLoader:
             if not by_rank[0]:
                 return
             is_first = False
-            yield shard_batch(batch, group=self.group, layout=self.layout, shift_labels=self.shift_labels)
+            ranks: dict[str, Any] = {"mesh": self._mesh, "group": self._given_group}
+            yield shard_batch(batch, **ranks, layout=self.layout, shift_labels=self.shift_labels)
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the iteration, for ``load_state_dict`` on the same rank."""
@@ -200,18 +200,16 @@ class ShardCollator:
         *,
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
-        layout: Layout = "zigzag",
+        layout: BatchLayout = "zigzag",
         shift_labels: bool | None = None,
     ) -> None:
-        group = sequence_group(mesh, group)
-        check_choice("layout", layout, LAYOUTS)
-        self.collate, self.layout, self.shift_labels = collate, layout, shift_labels
+        self.collate, self.shift_labels = collate, shift_labels
         # The group itself is not kept, because worker processes cannot unpickle it.
-        self.ranks, self.rank = size_of(group), rank_in(group)
+        self.cut, self.rank = Cut.over(mesh, group, layout), rank_in(sequence_group(mesh, group))
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """This rank's part of the batch of ``examples``, as ``shard_batch`` returns it."""
-        return shard_for_rank(self.collate(examples), self.ranks, self.rank, self.layout, self.shift_labels)
+        return shard_for_rank(self.collate(examples), self.cut, self.rank, self.shift_labels)
 
 
 class PlanCollator:
@@ -243,13 +241,16 @@ class PlanCollator:
                 "strategy"
             )
         self.collate = collate
-        self.planner = mask_planner(patch.sharding(patch.ranks), patch.settings.strategy, **patch.settings.options)
+        # Each batch has a length and a layout of its own.
+        sharding = patch.sharding(TokenLayout(patch.ranks, ring=patch.ranks))
+        self.cut = patch.cut
+        self.planner = mask_planner(sharding, patch.settings.strategy, **patch.settings.options)
         self.layer_masks = tuple(patch.layer_masks)
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """The full batch of ``examples``, with the plans of this rank's layers."""
         batch = self.collate(examples)
-        spec = BatchSpec(batch, 1, "contiguous", None)
+        spec = BatchSpec(batch, self.cut)
         for layer in self.layer_masks:
-            self.planner(layer_mask(spec.mask, *layer), spec.seq_len)
+            self.planner(layer_mask(spec.mask, *layer), spec.seq_len, spec.tokens.layout)
         return {**batch, PLANNED: spec.mask}

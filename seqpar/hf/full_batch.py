@@ -15,6 +15,7 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,6 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from ..base.checks import no_compile
 from ..masks.mask import Mask
 from ..memory.weights import CACHE_ARGUMENTS
-from ..placement.layout import shard_positions
 from ..sharding.same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
 from .logits import LazyLogits, MissingLogits
@@ -88,10 +88,9 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
     if seed is None:
         local = _shard(batch, patch)
     else:
-        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.settings.layout, seed=seed)
+        local = shard_for_rank(batch, patch.cut, patch.rank, seed=seed)
     shard = local["seqpar"]
-    tokens = tuple(shard_positions(shard.seq_len, patch.ranks, rank, shard.layout) for rank in range(patch.ranks))
-    logits = tokens
+    logits = tokens = shard.positions
     if keeps_some:
         wanted = (
             keep.cpu() % shard.seq_len
@@ -133,7 +132,7 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
         local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.settings.layout)
         patch.seed = local["seqpar"].seed
     else:
-        local = shard_for_rank(batch, patch.ranks, patch.rank, patch.settings.layout, seed=patch.seed)
+        local = shard_for_rank(batch, patch.cut, patch.rank, seed=patch.seed)
     local["seqpar"].seed = (patch.seed + call * _SEED_STEP) % 2**62
     return local
 
@@ -239,13 +238,7 @@ def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | Non
             f"{boundaries[0]}: with images and document boundaries, give position_ids that restart at each boundary; "
             "the positions that the model computes itself do not restart"
         )
-    batch = dict(full)
-    if isinstance(ids, Tensor) and ids.dim() == 3:
-        # In [4, rows, seq], row 0 counts the tokens of each document. In [3, rows, seq] there is one document.
-        batch.pop("position_ids")
-        if len(ids) == 4:
-            batch["position_ids"] = ids[0]
-    local, full_call = _shard_text_call(model, batch, seed)
+    local, full_call = _shard_text_call(model, without_image_positions(full), seed)
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
         full.pop(name, None)
     full.update({name: local[name] for name in (*_LABELS, "num_items_in_batch", "seqpar") if name in local})
@@ -253,6 +246,17 @@ def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | Non
         tokens: Any = full.get("input_ids", full.get("inputs_embeds"))
         full["attention_mask"] = torch.ones(tokens.shape[:2], dtype=torch.int64, device=tokens.device)
     return full, replace(full_call, keep=local.get("logits_to_keep"))
+
+
+def without_image_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """``batch`` with one position id for each token, or none."""
+    text, ids = dict(batch), batch.get("position_ids")
+    if isinstance(ids, Tensor) and ids.dim() == 3:
+        # In [4, rows, seq], row 0 counts the tokens of each document. In [3, rows, seq] there is one document.
+        text.pop("position_ids")
+        if len(ids) == 4:
+            text["position_ids"] = ids[0]
+    return text
 
 
 @no_compile

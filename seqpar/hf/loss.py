@@ -22,7 +22,6 @@ from ..base.checks import no_compile
 from ..comm.collectives import all_gather, sum_shards
 from ..comm.waiting import run
 from ..layers.loss import AllReduceSum
-from ..placement.layout import shard_positions
 from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, summed_cross_entropy
@@ -73,10 +72,9 @@ class TokenLoss:
             raise ValueError(
                 f"logits: shape {tuple(logits.shape)}; expected [batch, seq, vocabulary] for loss_function"
             )
-        places = tuple(shard_positions(shard.seq_len, shard.ranks, rank, shard.layout) for rank in range(shard.ranks))
         full = {
-            "logits": all_gather_tokens(logits, places, self.patch),
-            "labels": all_gather_tokens(shard.in_place[0].to(logits.device), places, self.patch),
+            "logits": all_gather_tokens(logits, shard.positions, self.patch),
+            "labels": all_gather_tokens(shard.in_place[0].to(logits.device), shard.positions, self.patch),
         }
         positional = [full.pop(name) for name, _ in zip(tuple(full), args, strict=False)]
         loss = user_loss(*positional, *args[2:], **{**kwargs, **full})

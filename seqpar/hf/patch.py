@@ -21,11 +21,11 @@ from ..layers.loss import Gradients
 from ..memory import Memory
 from ..memory import restore as restore_memory
 from ..memory.switches import layers_of
-from ..placement.layout import Layout
 from ..placement.strategies import StrategyName, StrategyOptions, resolve
 from ..ranks.mesh import all_ranks_group, size_of
 from . import forward
 from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, scale_of, structure
+from .batch import BatchLayout
 from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
@@ -49,7 +49,7 @@ class Arguments(StrategyOptions, total=False):
     """The arguments of ``parallelize`` except for the ranks, as ``ParallelismConfig`` takes them too."""
 
     strategy: StrategyName
-    layout: Layout
+    layout: BatchLayout
     backend: BackendName
     softmax_scale: float | None
     alibi_slopes: Tensor | Sequence[float] | None
@@ -66,7 +66,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
     strategy: StrategyName = "ring",
-    layout: Layout = "zigzag",
+    layout: BatchLayout = "zigzag",
     backend: BackendName = "auto",
     softmax_scale: float | None = None,
     alibi_slopes: Tensor | Sequence[float] | None = None,
@@ -99,7 +99,9 @@ def parallelize(
         group: the ranks that the sequence is sharded over, as a process group. Without ``mesh`` and ``group``: the
             default group.
         strategy: "ring", "ulysses", "context_parallel", "hybrid", "local" or "auto", as in ``seqpar.attention``.
-        layout: which tokens each rank holds: "zigzag", "contiguous" or "striped".
+        layout: which tokens each rank holds: "zigzag", "contiguous", "striped", or a ``seqpar.Assigned`` for batches of
+            its length. "balanced" is for packed documents: each batch gets a layout of its own, with which all ranks
+            have equally much work (``Sharding.balanced``).
         backend: as in ``seqpar.attention``.
         softmax_scale: a factor on the scores of layers that pass none to their attention. Almost every model's layers
             pass their own scaling; another value here is then an error, because one device would not use it.

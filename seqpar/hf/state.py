@@ -21,11 +21,11 @@ from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
 from ..masks.mask import LayerMask, Mask
 from ..memory import Memory
-from ..placement.layout import LAYOUTS, Layout
+from ..placement.layout import Assigned, TokenLayout
 from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions
 from ..ranks.mesh import rank_in, size_of
 from ..sharding.sharding import Sharding
-from .batch import BatchShard
+from .batch import BatchLayout, BatchShard, Cut
 
 NAME = "seqpar"  # the name of the attention function in a model's config
 Outputs = Literal["auto", "full", "local"]
@@ -37,7 +37,7 @@ class Settings:
     """The arguments of ``parallelize`` except for the ranks. They are checked when this value is made."""
 
     strategy: StrategyName = "ring"
-    layout: Layout = "zigzag"
+    layout: BatchLayout = "zigzag"
     backend: BackendName = "auto"
     gradients: Gradients = "mean"
     loss_chunk: int | None = None
@@ -52,7 +52,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
         check_options(self.strategy, self.options, STRATEGIES[self.strategy].options, Settings)
-        check_choice("layout", self.layout, LAYOUTS)
+        Cut(1, self.layout)  # raises for another layout
         check_backend(self.backend)
         for name, choices in (("gradients", Gradients), ("outputs", Outputs), ("batches", Batches)):
             check_choice(name, getattr(self, name), get_args(choices))
@@ -120,17 +120,26 @@ class Patch:
         """This rank, among the ranks of the sequence."""
         return rank_in(self.group)
 
-    def sharding(self, seq_len: int) -> Sharding:
+    @property
+    def cut(self) -> Cut:
+        """How batches are cut into the parts of the ranks."""
+        if self.group is None:
+            return Cut(1, self.settings.layout)
+        return Cut.over(self.mesh, self.given_group, self.settings.layout)
+
+    def sharding(self, tokens: TokenLayout) -> Sharding:
         strategy: Literal["local"] | None = "local" if self.group is None else None
-        return Sharding(seq_len, self.settings.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
+        return Sharding(tokens.seq_len, tokens.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
 
     @no_compile
     def place(self, shard: BatchShard) -> None:
         """Set ``shard.sharding`` and ``shard.seed_on_host``, which the attention layers read."""
-        layout = self.settings.layout
-        if (shard.layout, shard.ranks) != (layout, self.ranks):
+        layout, tokens = self.settings.layout, shard.tokens
+        # A balanced batch may have a layout with a name. An Assigned layout lists each rank's tokens.
+        same = layout in ("balanced", tokens.layout) or isinstance(tokens.layout, Assigned)
+        if not same or tokens.ranks != self.ranks:
             raise ValueError(
-                f"the batch was sharded with layout={shard.layout!r} over {shard.ranks} ranks, but the model is "
+                f"the batch was sharded with layout={tokens.layout!r} over {tokens.ranks} ranks, but the model is "
                 f"parallelized with layout={layout!r} over {self.ranks}; give shard_batch and parallelize the same"
             )
         for longest, layer in self.longest:
@@ -141,7 +150,7 @@ class Patch:
                     "rows, or compute it from position_ids"
                 )
         if shard.sharding is None:
-            shard.sharding = self.sharding(shard.seq_len)
+            shard.sharding = self.sharding(tokens)
             shard.seed_on_host = torch.tensor(shard.seed, dtype=torch.int64, device="cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:

@@ -138,15 +138,19 @@ def _merged_ranges(rank: int, ranges: Iterable[range]) -> tuple[range, ...]:
 Layout: TypeAlias = LayoutName | Assigned
 
 
-def check_layout(layout: object, seq_len: int | None = None, ranks: int | None = None) -> None:
+def check_layout(
+    layout: object, seq_len: int | None = None, ranks: int | None = None, names: Iterable[str] = LAYOUTS
+) -> None:
     """Raise unless ``layout`` is a layout, and fits a sequence of ``seq_len`` tokens over ``ranks`` ranks.
+
+    ``names`` are the names that it may have.
 
     Raises:
         TypeError: it is neither a name nor an ``Assigned``.
         ValueError: an unknown name, or an ``Assigned`` for another length or number of ranks.
     """
     if not isinstance(layout, Assigned):
-        check_choice("layout", layout, LAYOUTS)
+        check_choice("layout", layout, names)
         return
     if seq_len not in (None, layout.seq_len):
         raise ValueError(f"layout={layout!r}: the sequence has {seq_len} tokens; make a layout for this length")

@@ -262,6 +262,12 @@ def context_group(mesh: DeviceMesh) -> ProcessGroup:
     return dimension_group(mesh, _sequence_dimensions(mesh))
 
 
+def ulysses_size(mesh: DeviceMesh | None) -> int:
+    """The ranks of the mesh's dimension "ulysses"; 1 without one."""
+    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
+    return mesh.size(names.index("ulysses")) if mesh is not None and "ulysses" in names else 1
+
+
 def averaged_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
     """The dimensions of ``mesh`` over which losses and gradients are averaged: all of them.
 

@@ -46,7 +46,7 @@ from torch import Tensor
 from ..base.cache import ByteCache, cached_tensors
 from ..masks.mask import Mask
 from ..placement.heads import Heads
-from ..placement.layout import CPU, Positions, TokenLayout
+from ..placement.layout import CPU, Layout, Positions, TokenLayout
 from .program import NO_HOP, Hop, Program, Step, Transfer
 from .rounds import p2p_rounds
 from .rows import NO_ROWS, GatheredRows, KeyIntervals, RowSpans, ShardRows, merged_ranges, rows_in, visible_ranges
@@ -392,14 +392,20 @@ def attention_plan(
     return plan
 
 
-def plan_ahead(arguments: tuple[TokenLayout, int, bool, int], mask: Mask, seq_len: int | None = None) -> Mask:
+def plan_ahead(
+    arguments: tuple[TokenLayout, int, bool, int], mask: Mask, seq_len: int | None = None, layout: Layout | None = None
+) -> Mask:
     """Plan attention under ``mask``, and return the mask. It then holds the plan, also when it is pickled.
 
-    ``arguments`` are of ``attention_plan``; ``seq_len`` replaces the layout's.
+    ``arguments`` are of ``attention_plan``; ``seq_len`` and ``layout`` replace the ones in it.
     """
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.documents(...)")
     tokens, rank, gather, per_host = arguments
-    tokens = tokens if seq_len is None else replace(tokens, seq_len=seq_len)
+    tokens = replace(
+        tokens,
+        seq_len=tokens.seq_len if seq_len is None else seq_len,
+        layout=tokens.layout if layout is None else layout,
+    )
     attention_plan(mask, tokens, rank, gather, per_host).prepare()
     return mask

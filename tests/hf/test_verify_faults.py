@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 from unittest import mock
@@ -101,7 +102,7 @@ def labels_shifted_twice(group: ProcessGroup) -> VerificationReport:
 def wrong_layout(group: ProcessGroup) -> VerificationReport:
     def contiguous(batch: Any) -> dict[str, Any]:
         local = seqpar.hf.shard_batch(batch, group=group, layout="contiguous")
-        local["seqpar"].layout = "zigzag"
+        local["seqpar"].tokens = replace(local["seqpar"].tokens, layout="zigzag")
         return local
 
     return report_on(parallel(group), make_batch("plain", 48), shard=contiguous)

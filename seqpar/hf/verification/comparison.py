@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ...masks.mask import Mask
 from ...masks.rules import document_boundaries
 from ...placement.layout import LAYOUTS, shard_positions
 from ...verification import error_of, is_multiple, products, ratio_of
 from ..attention import window_and_chunk
-from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, tokens_of
-from ..full_batch import has_more_than_text, merges
+from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchSpec, tokens_of
+from ..full_batch import has_more_than_text, merges, without_image_positions
 from ..state import Patch
 from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording
@@ -97,7 +98,10 @@ class FullBatch:
         tokens, entries = tokens_of(batch, "give verify the full batch"), dict(batch)
         rows, self.seq_len = tokens.shape[:2]
         shape = (rows, self.seq_len)
-        self.positions = shard_positions(self.seq_len, patch.ranks, patch.rank, patch.settings.layout)  # [s_local]
+        # With "balanced", the documents that ``hf/batch.py`` finds decide which tokens a rank holds, but no result.
+        found = BatchSpec(without_image_positions(batch), patch.cut) if patch.settings.layout == "balanced" else None
+        self.tokens = patch.cut.tokens(self.seq_len, Mask.full()) if found is None else found.tokens
+        self.positions = self.tokens.rank_positions(patch.rank)  # [s_local]
         index = torch.arange(self.seq_len, device="cpu")
         self.valid = torch.ones(shape, dtype=torch.bool, device="cpu")  # False for padding
         boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
@@ -204,9 +208,9 @@ def _input_causes(name: str, full: Tensor, patch: Patch, batch: FullBatch) -> It
         count = torch.arange(len(batch.positions), device="cpu").expand(*full.shape[:-1], -1)
         yield count, "they count this rank's tokens, not the tokens of the sequence"
     for layout in LAYOUTS:
-        if layout != patch.settings.layout:
+        if layout != batch.tokens.layout:
             part = full.index_select(-1, shard_positions(batch.seq_len, patch.ranks, patch.rank, layout))
-            yield part, f"they belong to layout {layout!r}, but the model has layout={patch.settings.layout!r}"
+            yield part, f"they belong to layout {layout!r}, but the model has layout={batch.tokens.layout!r}"
     if name == "labels":
         once = "shard_batch shifts labels once, before the batch is cut"
         for padding, start, how in (((0, 1), 1, "shifted twice"), ((1, 0), 0, "not shifted")):

@@ -117,7 +117,7 @@ class _Monitor:
             error = (max(norm) - min(norm)) / max(*norm, 1e-30)
             if error > tolerance:
                 found = Difference("gradient", name, "", (), tuple(range(patch.ranks)), error, tolerance, why)
-                how = patch.settings.strategy, patch.settings.layout
+                how = patch.settings.strategy, str(patch.settings.layout)
                 raise VerificationError(VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, *how))
 
     def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class _Monitor:
             full["shift_labels"] = full.pop("labels")
         if shard.valid is not None:
             full["attention_mask"] = shard.valid.int()
-        sharding = self.patch.sharding(shard.seq_len)
+        sharding = self.patch.sharding(shard.tokens)
         local = sharding.lengths[self.patch.rank]
         return {
             name: sharding.unshard(x) if isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] == local else x

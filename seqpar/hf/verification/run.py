@@ -30,7 +30,6 @@ from ...base.replaced import replaced
 from ...comm.handshake import all_gather_header
 from ...comm.waiting import run
 from ...layers.gradients import shard_groups, sync_gradients
-from ...placement.layout import Layout
 from ...ranks.mesh import global_ranks
 from ...ranks.rendezvous import store_all_gather
 from ...verification import VerificationError, error_of, products, tolerance_of
@@ -79,7 +78,7 @@ class VerificationReport:
     seq_len: int
     ranks: int
     strategy: str
-    layout: Layout
+    layout: str
 
     @property
     def ok(self) -> bool:
@@ -223,7 +222,7 @@ class _Verification:
             if not any(difference.stops for difference in differences):
                 differences += stage()
         settings = self.patch.settings
-        strategy, layout = self._exchange([settings.strategy, settings.layout])[0]  # rank 0's, on every rank
+        strategy, layout = self._exchange([settings.strategy, str(settings.layout)])[0]  # rank 0's, on every rank
         differences.sort(key=lambda d: d.order)
         sizes = len(self.layers), self.batch.seq_len, self.patch.ranks
         return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
