@@ -273,12 +273,12 @@ def document_groups(tokens: TokenLayout, mask: Mask, batch: int, device: torch.d
     """The documents of the whole sequence; None if it is one document."""
     length = tokens.seq_len
 
-    def make() -> Groups:
+    def make() -> Groups | tuple[()]:
+        if mask.starts == ((0,),) or not length:
+            return ()
         return _group([x[x < length] for x in _document_starts(mask)], length, batch, device, set())
 
-    if mask.starts == ((0,),) or not length:
-        return None
-    return cached_tensors(("documents", id(mask), length, batch), device, make, mask)
+    return cached_tensors(("documents", id(mask), length, batch), device, make, mask) or None
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 120}},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
@@ -122,6 +122,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
     "hunyuan_vl_text": _mrope(2, 2, 2, 2),
     "hy_v4_vl_text": _mrope(2, 1, 1),
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},

@@ -104,6 +104,48 @@ def test_documents_on_one_rank(pool: Pool, model: str) -> None:
     check(pool, 1, [Case(model, "packed", "ring", "zigzag")])
 
 
-@pytest.mark.parametrize("model", ["qwen3_5", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("model", ["qwen3_5", "lfm2", "jamba"])
 def test_activation_checkpointing(pool: Pool, model: str) -> None:
     check(pool, 2, [Case(model, "packed", "ring", "zigzag", how="checkpoint")])
+
+
+@on_ranks
+def verify_and_generate(group: ProcessGroup, case: Case) -> tuple[bool, str, bool]:
+    """Whether ``verify`` finds no difference, the error of a generation, and whether ``restore`` undoes everything."""
+    model, reference = tiny(case.family), tiny(case.family)
+    batch = make_batch(case.batch, True, model)
+    seqpar.hf.parallelize(model, group=group, strategy=case.strategy, layout=case.layout)
+    report = seqpar.hf.verify(model, batch, raise_on_error=False)
+    with pytest.raises(ValueError, match="recurrent states") as error:
+        model.eval().generate(batch["input_ids"][:1], max_new_tokens=1)
+    seqpar.hf.restore(model)
+    logits = [m(batch["input_ids"], use_cache=False).logits for m in (model.train(), reference)]
+    return report.ok, str(error.value), torch.equal(*logits)
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "jamba"])
+def test_verify_generate_and_restore(pool: Pool, model: str) -> None:
+    for ok, error, same in pool.run(2, verify_and_generate, Case(model, "packed", "ring", "zigzag")):
+        assert ok and same and "cache: " in error
+
+
+@on_ranks
+def refused(group: ProcessGroup, name: str) -> str:
+    model = tiny(Family("causal", name, name))
+    if name == "Lfm2ForCausalLM":
+        model._use_kernels = True
+    with pytest.raises(ValueError, match=f"model={name}: ") as error:
+        seqpar.hf.parallelize(model, group=group)
+    return str(error.value)
+
+
+def test_refused_models(pool: Pool) -> None:
+    reasons = {
+        "MiniMaxForCausalLM": "(MiniMaxLightningAttention) mixes tokens",
+        "GlmMoeDsaForCausalLM": "(GlmMoeDsaIndexer) mixes tokens",
+        "RecurrentGemmaForCausalLM": "(Conv1d) mixes tokens",
+        "MambaForCausalLM": "its forward takes no position_ids",
+        "Lfm2ForCausalLM": "use_kernels=True",
+    }
+    for name, reason in reasons.items():
+        assert reason in pool.run(1, refused, name)[0]
