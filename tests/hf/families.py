@@ -143,7 +143,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "step3p5": {"sliding_window": 7},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2,
+        "attention_hidden_size": 128, "attention_head_dim": 32,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+        "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16, "mamba_ngroups": 1, "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+    },
 }  # fmt: skip
 
 _ALTERNATE = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

@@ -32,6 +32,8 @@ MODELS = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "jamba": "JambaForCausalLM",
     "bamba": "BambaForCausalLM",
+    "zamba": "ZambaForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
     "lara_mini": "LaraMiniForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",

@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "state space": (
         lambda: small("MambaForCausalLM", "Mamba", hidden_size=16, num_hidden_layers=1, state_size=4),
-        r"\(MambaMixer\) mixes tokens",
+        "takes no position_ids",
     ),
     "two towers": (
         lambda: parallel(transformers.CLIPModel(transformers.CLIPConfig(text_config=CLIP, vision_config=CLIP))),
