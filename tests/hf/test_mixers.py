@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 import seqpar.hf
 
-from ..pool import Pool, on_ranks
+from ..pool import OwnPool, Pool, mesh_of, on_ranks
 from .families import Family, make_batch, one_process, tiny
 
 MODELS = {
@@ -66,17 +67,18 @@ def gradients(model: nn.Module) -> Tensor:
 
 
 @on_ranks
-def errors(group: ProcessGroup, case: Case) -> tuple[float, float]:
+def errors(group: ProcessGroup, case: Case, mesh: Any = None) -> tuple[float, float]:
     """The relative error of the loss, and of all gradients together."""
     reference, ours = tiny(case.family), tiny(case.family)
     batch = make_batch(case.batch, True, reference)
     expected = one_process(reference, batch, True)
     if case.how == "checkpoint":
         ours.gradient_checkpointing_enable()
-    seqpar.hf.parallelize(ours, group=group, strategy=case.strategy, layout=case.layout)
+    ranks: Any = {"group": group} if mesh is None else {"mesh": mesh}
+    seqpar.hf.parallelize(ours, **ranks, strategy=case.strategy, layout=case.layout)
     loss = ours(**batch).loss
     loss.backward()
-    seqpar.sync_gradients(ours, group=group)
+    seqpar.sync_gradients(ours, **ranks)
     mine, theirs = gradients(ours), gradients(reference)
     return abs(float(loss.detach()) - expected) / abs(expected), float((mine - theirs).norm() / theirs.norm())
 
@@ -109,6 +111,17 @@ def test_documents_on_one_rank(pool: Pool, model: str) -> None:
 @pytest.mark.parametrize("model", ["qwen3_5", "lfm2", "jamba"])
 def test_activation_checkpointing(pool: Pool, model: str) -> None:
     check(pool, 2, [Case(model, "packed", "ring", "zigzag", how="checkpoint")])
+
+
+@on_ranks
+def mesh_errors(group: ProcessGroup, case: Case) -> tuple[float, float]:
+    """``errors`` with a ring across hosts and an all-to-all inside."""
+    return errors(group, case, mesh_of(1, 2, 2, 1))
+
+
+def test_mesh(own: OwnPool) -> None:
+    for loss, grads in own.pool.run(4, mesh_errors, Case("nemotron_h", "packed", "hybrid", "zigzag")):
+        assert loss < TOLERANCE and grads < TOLERANCE
 
 
 @on_ranks
