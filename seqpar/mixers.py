@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .base.cache import cached_tensors, upload
 from .base.checks import check_int, no_compile
 from .comm.p2p import Link, links_of
 from .comm.waiting import operation
@@ -203,7 +204,7 @@ def by_states(
     shape = xs[0].shape[:2]
     plan, link, xs = _plan_states(xs, sharding, mask or _ONE_DOCUMENT)
     rows = [y.flatten(0, 1) for y in xs]
-    scanned = [scan(*(y[i] for y in rows)) for i in plan.groups.index]
+    scanned = [scan(*(_runs(y, index) for y in rows)) for index in plan.groups.index]
     summaries = [torch.cat(same) for same in zip(*(summary for _, summary in scanned), strict=True)]  # [runs, ...]
     shapes, dtypes = [y.shape[1:] for y in summaries], [y.dtype for y in summaries]
     table = torch.cat([y.flatten(1) for y in _promoted(summaries)], 1).index_select(0, plan.last)
@@ -287,10 +288,13 @@ class _Heads:
         """The heads that this rank computes."""
         return slice(self.chunk.heads.queries.start, self.chunk.heads.queries.stop)
 
-    @cached_property
-    def repeated(self) -> list[int] | None:
-        """For each of this rank's heads, the head of kv that it reads, if ``kv`` must be repeated."""
-        return self.chunk.heads.kv_index()
+    def repeated(self, device: torch.device) -> Tensor | None:
+        """For each of this rank's heads, the head of kv that it reads, int64 [h]; None if kv need not be repeated."""
+        index = self.chunk.heads.kv_index()
+        if index is None:
+            return None
+        key = "repeated heads", *index
+        return cached_tensors(key, device, lambda: upload(torch.tensor(index, device="cpu"), device))
 
     @property
     def computes(self) -> int:
@@ -342,8 +346,7 @@ class _ToHeads(torch.autograd.Function):
     def forward(ctx: Any, heads: _Heads, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.count = heads, count
         shards = heads.to_heads(heads.chunk, tensors[:count], tensors[count:])
-        if heads.repeated is not None:
-            index = torch.tensor(heads.repeated, device="cpu").to(tensors[0].device)
+        if (index := heads.repeated(shards[0].device)) is not None:
             shards[count:] = [y.index_select(2, index) for y in shards[count:]]
         return tuple(shards)
 
@@ -351,10 +354,9 @@ class _ToHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         heads, x, kv = ctx.heads, grads[: ctx.count], list(grads[ctx.count :])
-        if heads.repeated is not None:
-            index = torch.tensor(heads.repeated, device="cpu").to(grads[0].device)
-            shape = len(heads.chunk.heads.kv)
-            sums = [y.new_zeros(*y.shape[:2], shape, y.shape[3], dtype=accumulator(y.dtype)) for y in kv]
+        if (index := heads.repeated(grads[0].device)) is not None:
+            count = len(heads.chunk.heads.kv)
+            sums = [y.new_zeros(*y.shape[:2], count, y.shape[3], dtype=accumulator(y.dtype)) for y in kv]
             kv = [total.index_add_(2, index, y.to(total.dtype)) for total, y in zip(sums, kv, strict=True)]
         of_kv = heads.to_sequence(kv, of_kv=True) if kv else []
         return (
@@ -420,12 +422,19 @@ def _joined(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tensors if any(y.requires_grad for y in tensors) else (with_gradient(tensors[0]), *tensors[1:])
 
 
+def _runs(rows: Tensor, index: Tensor) -> Tensor:
+    """``rows [b * t, ...]`` of the runs ``index [runs, length]``, as ``[runs, length, ...]``."""
+    return rows.index_select(0, index.flatten()).unflatten(0, index.shape)  # type: ignore[no-any-return]
+
+
 def _in_groups(
     fn: Callable[..., Any], tensors: tuple[Tensor, ...], groups: Groups | None
 ) -> tuple[bool, tuple[Tensor, ...]]:
     """Whether ``fn`` returns a single tensor, and its results, for tensors ``[b, t, ...]``."""
     rows = None if groups is None else [y.flatten(0, 1) for y in tensors]
-    parts = [fn(*tensors)] if groups is None or rows is None else [fn(*(y[i] for y in rows)) for i in groups.index]
+    parts = (
+        [fn(*tensors)] if groups is None or rows is None else [fn(*(_runs(y, x) for y in rows)) for x in groups.index]
+    )
     single = isinstance(parts[0], Tensor)
     by_group = [tuple(part) if isinstance(part, tuple | list) else (part,) for part in parts]
     if not by_group[0] or not all(isinstance(y, Tensor) for part in by_group for y in part):

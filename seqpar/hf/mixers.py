@@ -21,7 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.checks import no_compile
 from ..base.replaced import replaced
+from ..masks.mask import Mask
 from ..mixers import by_heads, halo
+from ..sharding.sharding import Sharding
 from .batch import BatchShard
 from .state import Patch, current_forward
 
@@ -226,8 +228,32 @@ def tokenwise_mixers(model: nn.Module, called: Callable[[], None]) -> Iterator[N
         yield
 
 
+class _Alone(NamedTuple):
+    """Of a model that runs on this rank alone, instead of a shard."""
+
+    sharding: Sharding
+    mask: Mask
+    unmasked: bool = False
+
+
 # Of the layers that are running, the innermost last: the shard; None in a model that runs on this rank alone.
-_running: ContextVar[tuple[BatchShard | None, ...]] = ContextVar("seqpar_mixers", default=())
+_running: ContextVar[tuple[BatchShard | _Alone | None, ...]] = ContextVar("seqpar_mixers", default=())
+
+
+@contextmanager
+def documents_apart(documents: Tensor) -> Iterator[None]:
+    """In the block, a parallelized model that runs on this rank alone keeps ``documents`` apart.
+
+    ``documents``, int ``[b, s]``, holds the index of each token's document.
+    """
+    length = documents.shape[1]
+    edges = [[0, *((row[1:] != row[:-1]).nonzero().flatten() + 1).tolist(), length] for row in documents.cpu()]
+    alone = _Alone(Sharding(length, "contiguous", strategy="local"), Mask.documents(edges, causal=False))
+    token = _running.set((*_running.get(), alone))
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> None:
@@ -261,11 +287,33 @@ def _before(patch: Patch) -> Callable[..., None]:
             raise ValueError(
                 f"layer={type(module).__name__}: it runs outside of a forward of the parallelized model, and does not "
                 "get the argument seqpar, so that it is not known which tokens this rank holds; call the whole model, "
-                "and if its activations are recomputed in backward, do without"
+                "and recompute activations by model.gradient_checkpointing_enable() only"
             )
         _running.set((*running, shard))
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and not hasattr(checkpoint, "_seqpar"):
+            vars(module)["_gradient_checkpointing_func"] = _recomputing_with_shard(checkpoint)
 
     return before
+
+
+def _recomputing_with_shard(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """``checkpoint``, whose recomputation, which does not run the hooks of the layer, has the shard of the forward."""
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        running = _running.get()[-1:]
+
+        def with_shard(*args: Any, **kwargs: Any) -> Any:
+            token = _running.set((*_running.get(), *running))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _running.reset(token)
+
+        return checkpoint(with_shard, *args, **kwargs)
+
+    run._seqpar = True  # type: ignore[attr-defined]
+    return run
 
 
 @no_compile

@@ -8,9 +8,9 @@ Shapes: b batch, s tokens of this rank, n items of this rank, w elements of a ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from ..comm.p2p import Link, new_message
 from ..kernels.base import accumulator
 from ..masks.mask import Mask
 from ..placement.layout import Positions, TokenLayout
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,12 @@ def _segments(held: Positions) -> Tensor:
     return torch.cat(parts)
 
 
+def _cached(name: str, mask: Mask, key: tuple[Hashable, ...], device: torch.device, make: Callable[[], Value]) -> Value:
+    """``make()``, kept as long as ``mask``; or as one of the last values if the mask is full, which lives for ever."""
+    owner = mask if mask.rules else None
+    return cached_tensors((name, id(owner), *key), device, make, owner)
+
+
 def _held(tokens: TokenLayout) -> list[Positions]:
     return [tokens.tensor_positions(rank)[0] for rank in range(tokens.ranks)]
 
@@ -225,7 +233,7 @@ def halo_plan(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int
         outputs = (torch.stack(places) + all_rows * (length - width)).flatten()
         return HaloPlan(owners.plan(wanted, keys.flatten()).on(device), length, upload(outputs, device))
 
-    return cached_tensors(("halo", id(mask), tokens, rank, batch, width), device, make, mask)
+    return _cached("halo", mask, (tokens, rank, batch, width), device, make)
 
 
 @dataclass(frozen=True)
@@ -244,7 +252,7 @@ class Groups:
 
     @property
     def nbytes(self) -> int:
-        return self.inverse.nbytes + sum(x.nbytes for x in self.index) + 200 * len(self.runs)
+        return self.inverse.nbytes + sum(x.nbytes for x in self.index) + 200 * (len(self.runs) + 1)
 
 
 def _group(firsts: Sequence[Tensor], length: int, batch: int, device: torch.device, apart: set[Any]) -> Groups:
@@ -274,11 +282,13 @@ def document_groups(tokens: TokenLayout, mask: Mask, batch: int, device: torch.d
     length = tokens.seq_len
 
     def make() -> Groups:
-        return _group([x[x < length] for x in _document_starts(mask)], length, batch, device, set())
+        starts = [x[x < length] for x in _document_starts(mask)]
+        if not length or (len(starts) == 1 and len(starts[0]) == 1):
+            return Groups((), (), torch.empty(0, device=device))
+        return _group(starts, length, batch, device, set())
 
-    if mask.starts == ((0,),) or not length:
-        return None
-    return cached_tensors(("documents", id(mask), length, batch), device, make, mask)
+    groups = _cached("documents", mask, (length, batch), device, make)
+    return groups if groups.index else None
 
 
 @dataclass(frozen=True)
@@ -289,11 +299,11 @@ class StatePlan:
         groups: the runs of this rank's tokens. A run before which there is a part of its document is in another group
             than the rest.
         last: of each segment and batch row, the run whose summary is sent, int64 [b * segments].
-        rows: the result has the summaries of the parts before each run of ``chains``, step by step: in step k the k-th
-            part before each of the first ``steps[k]`` runs.
+        rows: the result has the summaries of the parts before runs, step by step: in step k the k-th part of each of
+            the first ``steps[k]`` runs that have parts before them. Those with the most parts come first.
         steps: decreasing.
-        chains: the runs with a part before them, as their indices among the runs; those with more parts first.
-        continues: for each group, where its runs are in ``chains``, int64; None if nothing is before them.
+        continues: for each group, where its runs are among the runs that have parts before them, int64; None if nothing
+            is before them.
     """
 
     groups: Groups
@@ -370,7 +380,7 @@ def state_plan(tokens: TokenLayout, rank: int, mask: Mask, batch: int, device: t
         last_runs = upload(torch.tensor(last, dtype=torch.int64, device="cpu"), device)
         return StatePlan(groups, last_runs, plan, tuple(steps), tuple(continues))
 
-    return cached_tensors(("states", id(mask), tokens, rank, batch), device, make, mask)
+    return _cached("states", mask, (tokens, rank, batch), device, make)
 
 
 def _first_tokens(held: Positions, segments: Tensor) -> list[int]:

@@ -94,7 +94,7 @@ def _mrope(*section: int) -> dict[str, Any]:
 
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": _MAMBA,
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 120}},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
@@ -122,6 +122,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
     "hunyuan_vl_text": _mrope(2, 2, 2, 2),
     "hy_v4_vl_text": _mrope(2, 1, 1),
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"head_dim": 8},
@@ -142,7 +143,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "step3p5": {"sliding_window": 7},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 2,
+        "attention_hidden_size": 128, "attention_head_dim": 32,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3],
+        "n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16, "mamba_ngroups": 1, "attention_head_dim": 32,
+        "attention_hidden_size": 128,
+    },
 }  # fmt: skip
 
 _ALTERNATE = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}

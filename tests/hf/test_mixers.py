@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 import seqpar.hf
 
-from ..pool import Pool, on_ranks
+from ..pool import OwnPool, Pool, mesh_of, on_ranks
 from .families import Family, make_batch, one_process, tiny
 
 MODELS = {
@@ -32,6 +33,8 @@ MODELS = {
     "olmo_hybrid": "OlmoHybridForCausalLM",
     "jamba": "JambaForCausalLM",
     "bamba": "BambaForCausalLM",
+    "zamba": "ZambaForCausalLM",
+    "zamba2": "Zamba2ForCausalLM",
     "lfm3": "Lfm3ForCausalLM",
     "lara_mini": "LaraMiniForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",
@@ -64,17 +67,18 @@ def gradients(model: nn.Module) -> Tensor:
 
 
 @on_ranks
-def errors(group: ProcessGroup, case: Case) -> tuple[float, float]:
+def errors(group: ProcessGroup, case: Case, mesh: Any = None) -> tuple[float, float]:
     """The relative error of the loss, and of all gradients together."""
     reference, ours = tiny(case.family), tiny(case.family)
     batch = make_batch(case.batch, True, reference)
     expected = one_process(reference, batch, True)
     if case.how == "checkpoint":
         ours.gradient_checkpointing_enable()
-    seqpar.hf.parallelize(ours, group=group, strategy=case.strategy, layout=case.layout)
+    ranks: Any = {"group": group} if mesh is None else {"mesh": mesh}
+    seqpar.hf.parallelize(ours, **ranks, strategy=case.strategy, layout=case.layout)
     loss = ours(**batch).loss
     loss.backward()
-    seqpar.sync_gradients(ours, group=group)
+    seqpar.sync_gradients(ours, **ranks)
     mine, theirs = gradients(ours), gradients(reference)
     return abs(float(loss.detach()) - expected) / abs(expected), float((mine - theirs).norm() / theirs.norm())
 
@@ -104,6 +108,59 @@ def test_documents_on_one_rank(pool: Pool, model: str) -> None:
     check(pool, 1, [Case(model, "packed", "ring", "zigzag")])
 
 
-@pytest.mark.parametrize("model", ["qwen3_5", "nemotron_h", "lfm2"])
+@pytest.mark.parametrize("model", ["qwen3_5", "lfm2", "jamba"])
 def test_activation_checkpointing(pool: Pool, model: str) -> None:
     check(pool, 2, [Case(model, "packed", "ring", "zigzag", how="checkpoint")])
+
+
+@on_ranks
+def mesh_errors(group: ProcessGroup, case: Case) -> tuple[float, float]:
+    """``errors`` with a ring across hosts and an all-to-all inside."""
+    return errors(group, case, mesh_of(1, 2, 2, 1))
+
+
+def test_mesh(own: OwnPool) -> None:
+    for loss, grads in own.pool.run(4, mesh_errors, Case("nemotron_h", "packed", "hybrid", "zigzag")):
+        assert loss < TOLERANCE and grads < TOLERANCE
+
+
+@on_ranks
+def verify_and_generate(group: ProcessGroup, case: Case) -> tuple[bool, str, bool]:
+    """Whether ``verify`` finds no difference, the error of a generation, and whether ``restore`` undoes everything."""
+    model, reference = tiny(case.family), tiny(case.family)
+    batch = make_batch(case.batch, True, model)
+    seqpar.hf.parallelize(model, group=group, strategy=case.strategy, layout=case.layout)
+    report = seqpar.hf.verify(model, batch, raise_on_error=False)
+    with pytest.raises(ValueError, match="recurrent states") as error:
+        model.eval().generate(batch["input_ids"][:1], max_new_tokens=1)
+    seqpar.hf.restore(model)
+    logits = [m(batch["input_ids"], use_cache=False).logits for m in (model.train(), reference)]
+    return report.ok, str(error.value), torch.equal(*logits)
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "jamba"])
+def test_verify_generate_and_restore(pool: Pool, model: str) -> None:
+    for ok, error, same in pool.run(2, verify_and_generate, Case(model, "packed", "ring", "zigzag")):
+        assert ok and same and "cache: " in error
+
+
+@on_ranks
+def refused(group: ProcessGroup, name: str) -> str:
+    model = tiny(Family("causal", name, name))
+    if name == "Lfm2ForCausalLM":
+        model._use_kernels = True
+    with pytest.raises(ValueError, match=f"model={name}: ") as error:
+        seqpar.hf.parallelize(model, group=group)
+    return str(error.value)
+
+
+def test_refused_models(pool: Pool) -> None:
+    reasons = {
+        "MiniMaxForCausalLM": "(MiniMaxLightningAttention) mixes tokens",
+        "GlmMoeDsaForCausalLM": "(GlmMoeDsaIndexer) mixes tokens",
+        "RecurrentGemmaForCausalLM": "(Conv1d) mixes tokens",
+        "MambaForCausalLM": "its forward takes no position_ids",
+        "Lfm2ForCausalLM": "use_kernels=True",
+    }
+    for name, reason in reasons.items():
+        assert reason in pool.run(1, refused, name)[0]

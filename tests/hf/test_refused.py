@@ -250,7 +250,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "state space": (
         lambda: small("MambaForCausalLM", "Mamba", hidden_size=16, num_hidden_layers=1, state_size=4),
-        "MambaForCausalLM: its forward takes no position_ids",
+        "takes no position_ids",
     ),
     "two towers": (
         lambda: parallel(transformers.CLIPModel(transformers.CLIPConfig(text_config=CLIP, vision_config=CLIP))),

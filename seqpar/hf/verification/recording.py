@@ -31,6 +31,7 @@ from ...verification import unchanged
 from ..attention import scale_of
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
+from ..mixers import documents_apart
 from ..per_rank import on_this_rank
 from ..state import Patch, Settings
 from ..support import attention_layers, parameters_of, text_model
@@ -248,6 +249,7 @@ def one_device(
         # Only some models look for documents in ``position_ids``, and not in the way of ``shard_batch``.
         stack.enter_context(replaced(masking_utils, find_packed_sequence_indices=lambda *args, **kwargs: documents))
         if documents is not None:
+            stack.enter_context(documents_apart(documents))
             # An entry of this instance takes precedence over the entry of the class.
             ALL_MASK_ATTENTION_FUNCTIONS[implementation] = partial(_mask_of_documents, documents)
             stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.__delitem__, implementation)
