@@ -95,7 +95,7 @@ def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any])
 
 def verify(case: Case, results: list[dict[str, float]]) -> None:
     # Models cast to float32. Over 2 or 4 ranks, a rank's gradient is a power of two times its share, and rounds alike.
-    exact = not case.model.startswith("wan") and len(results) != 3
+    exact = not case.model.startswith(("wan", "skyreels")) and len(results) != 3
     limit = 1e-12 if exact or case.model in ("sd3", "sd3_control") else 3e-7
     for rank, found in enumerate(results):
         assert max(found.values()) <= limit, f"rank {rank}: {found}"

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..observe import message_of
 from ..pool import Pool, on_ranks
-from .models import MODELS, Case, make
+from .models import Case, make
 
 diffusers = pytest.importorskip("diffusers")
 from seqpar.diffusers import Cut, Plan, parallelize, restore  # noqa: E402
@@ -116,10 +116,27 @@ def test_masks_that_are_no_padding_at_the_end_are_refused() -> None:
     assert "only text may be padded" in message_of(lambda: call(model, inputs))
 
 
-def test_settings_without_a_plan_are_refused() -> None:
-    _, config, _ = MODELS["hunyuan"](Case("hunyuan"))
-    model = diffusers.HunyuanVideoTransformer3DModel(**config, image_condition_type="token_replace")
-    assert "image_condition_type='token_replace'" in message_of(lambda: parallelize(model))
+def test_masks_that_are_added_to_the_scores_are_refused() -> None:
+    model, inputs = make(Case("cogview4"), 0)
+    parallelize(model)
+    assert "attn_mask" in message_of(lambda: call(model, {**inputs, "attention_mask": Case("cogview4").real.long()}))
+
+
+@on_ranks
+def call_with_other_frames(group: ProcessGroup) -> list[str]:
+    model, inputs = make(Case("flux2"), 0)
+    parallelize(model, group=group)
+    extract = {**inputs, "kv_cache_mode": "extract", "num_ref_tokens": 3}
+    found = [message_of(lambda: call(model, extract))]
+    model, inputs = make(Case("skyreels"), 0)
+    parallelize(model, group=group)
+    forcing = {**inputs, "timestep": torch.rand(2, 3).double(), "enable_diffusion_forcing": True}
+    return [*found, message_of(lambda: call(model, forcing))]
+
+
+def test_reference_images_and_diffusion_forcing_are_refused(pool: Pool) -> None:
+    for messages in pool.run(2, call_with_other_frames):
+        assert all("Error" in message for message in messages), messages
 
 
 def test_checkpoints_of_one_s_own_are_refused_in_backward() -> None:
