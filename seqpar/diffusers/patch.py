@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model")
 _FULL = Mask.full()
 _OWN = "_seqpar_diffusers"
+_NATIVE = "call the model's set_attention_backend('native'), or set_default_attn_processor()"
 
 
 def parallelize(
@@ -92,7 +93,9 @@ def parallelize(
     for name, each in models.items():
         if any(_OWN in vars(m) for m in each.modules()):
             raise ValueError(f"{name}: it is parallelized already; call seqpar.diffusers.restore first")
-        Patch(each, plan or plan_of(each), mesh, group, arguments)
+    plans = [plan or plan_of(each) for each in models.values()]
+    for each, its_plan in zip(models.values(), plans, strict=True):
+        Patch(each, its_plan, mesh, group, arguments)
     return model
 
 
@@ -441,6 +444,8 @@ class _Call:
 class _Attention(SdpaMode):
     """Attention inside of a call of the model."""
 
+    advice = _NATIVE
+
     def __init__(self, call: _Call) -> None:
         super().__init__()
         self.call = call
@@ -466,7 +471,7 @@ class _Attention(SdpaMode):
                 f"{name}: {calls} calls of F.scaled_dot_product_attention over the sharded tokens instead of one; its "
                 f"processor is {type(processor).__name__}"
                 + (f" with the attention backend {backend!r}" if backend is not None else "")
-                + "; call set_attention_backend('native') or set_default_attn_processor()"
+                + f"; {_NATIVE}"
             )
         self.call.attended |= bool(streams)
 

@@ -93,6 +93,19 @@ def test_another_attention_backend_is_noticed() -> None:
     assert "transformer_blocks.1.attn: 0 calls" in message and "Processor" in message and "'own'" in message
 
 
+def test_another_operator_is_noticed() -> None:
+    class Processor:
+        def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            q = hidden_states.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0].transpose(1, 2).flatten(2)
+
+    model, inputs = make(Case("wan"), 0)
+    parallelize(model)
+    model.blocks[1].attn1.processor = Processor()
+    message = message_of(lambda: call(model, inputs))
+    assert "_scaled_dot_product_flash_attention_for_cpu" in message and "set_attention_backend('native')" in message
+
+
 def test_caches_and_diffusers_own_parallelism_are_refused() -> None:
     model, inputs = make(Case("flux"), 0)
     parallelize(model)
