@@ -127,6 +127,16 @@ def _crossings(starts: Array, a: Array, a_step: Array, b: Array, b_step: Array) 
     return crossings
 
 
+def keys_below_line(end: Array, slope: Array, count: Array, seq_len: int) -> Array:
+    """``end + slope * i``, clipped to ``0 ... seq_len`` and summed over ``0 <= i < count``, for each run."""
+    first = np.clip(-end, 0, count)  # the queries of a run with slope 1 for which the line has reached 0
+    last = np.clip(seq_len - end, first, count)  # and seq_len
+    n = last - first
+    rising = n * np.where(n > 0, end, 0) + n * (first + last - 1) // 2 + (count - last) * seq_len
+    result: Array = np.where(slope > 0, rising, count * np.clip(end, 0, seq_len))
+    return result
+
+
 def _upper(a: Array, a_step: Array, b: Array, b_step: Array) -> tuple[Array, Array]:
     """The upper one of two lines that do not cross inside a run, and its slope."""
     first = (a > b) | ((a == b) & (a_step > b_step))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..masks.mask import Mask
+from ..masks.runs import keys_below_line
 from ..placement.layout import Positions, Stripe
 
 Array = NDArray[np.int64]
@@ -25,18 +26,8 @@ def visible_pairs(mask: Mask, seq_len: int) -> int:
     for runs in rows:
         count = np.diff(np.append(np.minimum(runs.start, seq_len), seq_len))
         for sign, end, slope in ((1, runs.hi, runs.hi_step), (-1, runs.lo, runs.lo_step)):
-            total += sign * int(_keys_below(end, slope, count, seq_len).sum())
+            total += sign * int(keys_below_line(end, slope, count, seq_len).sum())
     return total // len(rows)
-
-
-def _keys_below(end: Array, slope: Array, count: Array, seq_len: int) -> Array:
-    """For each run: ``end + slope * i``, clipped to ``0 ... seq_len``, summed over ``0 <= i < count``."""
-    first = np.clip(-end, 0, count)  # the queries of a run with slope 1 for which the line has reached 0
-    last = np.clip(seq_len - end, first, count)  # and seq_len
-    n = last - first
-    rising = n * np.where(n > 0, end, 0) + n * (first + last - 1) // 2 + (count - last) * seq_len
-    result: Array = np.where(slope > 0, rising, count * np.clip(end, 0, seq_len))
-    return result
 
 
 def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions], tile: int) -> list[int]:

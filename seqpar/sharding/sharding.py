@@ -5,11 +5,12 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_loca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..base.checks import check_bool, check_choice, check_dense, check_int, no_compile
 from ..base.compile_types import Opaque, register_reference_type
 from ..comm.waiting import operation
+from ..masks.mask import Mask
+from ..placement.balanced import balanced_layout
 from ..placement.layout import (
     LAYOUTS,
     Layout,
@@ -142,6 +145,83 @@ class Sharding(Opaque):
         check_choice("layout", layout, ("contiguous", "zigzag"))
         assigned = segments_layout(tuple(lengths), size_of(resolve_sequence_group(mesh, group, None)), layout)
         return cls(assigned.seq_len, assigned, mesh=mesh, group=group)
+
+    @overload
+    @staticmethod
+    def balanced(mask: Mask, seq_len: int, *, ranks: int, rank: int) -> WorkerSharding: ...
+
+    @overload
+    @staticmethod
+    def balanced(
+        mask: Mask,
+        seq_len: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        strategy: StrategyName | Literal["tp_sp"] | None = None,
+    ) -> Sharding: ...
+
+    @staticmethod
+    def balanced(
+        mask: Mask,
+        seq_len: int,
+        *,
+        mesh: DeviceMesh | None = None,
+        group: ProcessGroup | None = None,
+        strategy: StrategyName | Literal["tp_sp"] | None = None,
+        ranks: int | None = None,
+        rank: int | None = None,
+    ) -> Sharding | WorkerSharding:
+        """A sharding in which every rank has the same number of tokens and of visible pairs of a query and a key.
+
+        It is made for packed documents, whose work zigzag does not divide evenly. Every rank makes it alone, from the
+        mask, and all ranks make the same one. Under a mask that zigzag or contiguous shards balance, such as plain
+        causality, the layout is one of these. ``placement/balanced.py`` explains how it is found: with 64 ranks and
+        2,000 documents in about 10 milliseconds.
+
+        Args:
+            mask: which keys each query sees, in the layers with the most work.
+            seq_len: tokens of the full sequence.
+            mesh: the sequence is sharded over its ring and ulysses dimensions. Ranks with documents in common share
+                hosts.
+            group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
+            strategy: as given to ``Sharding``.
+            ranks: in a process without process groups, such as a worker of a DataLoader: the number of ranks, instead
+                of a mesh or group.
+            rank: the rank whose tokens the worker cuts, with ``ranks``.
+
+        Returns:
+            A Sharding, or with ``ranks`` a ``WorkerSharding``. Its ``layout`` can be sent to another process and given
+            to ``Sharding(seq_len, layout)`` there. The lengths of two ranks differ by at most 2 % of their mean, or by
+            one token in sequences with fewer than 512 tokens for each rank, whose layout is zigzag.
+
+        Raises:
+            TypeError: an argument has another type.
+            ValueError: the mask does not fit ``seq_len``, ``ranks`` beside a mesh or group or without ``rank``, or an
+                argument that ``Sharding`` does not take.
+
+        Examples:
+            >>> Sharding.balanced(Mask.documents([0, 3000, 4096]), 4096, ranks=4, rank=0).layout
+            Assigned(4096 tokens, 4 ranks, 8 ranges, checksum=00000000)
+        """
+        check_int("seq_len", seq_len, 0)
+        if not isinstance(mask, Mask):
+            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as Mask.documents([0, 5, 8])")
+        if ranks is not None or rank is not None:
+            if mesh is not None or group is not None or strategy is not None or ranks is None or rank is None:
+                raise ValueError(f"ranks={ranks}, rank={rank}: give both, and neither mesh, group nor strategy")
+            check_int("ranks", ranks, 1)
+            check_int("rank", rank, 0)
+            if rank >= ranks:
+                raise ValueError(f"rank={rank}: expected one of {ranks} ranks, from 0 to {ranks - 1}")
+            return WorkerSharding(seq_len, balanced_layout(mask, seq_len, ranks), ranks, rank)
+        sequence = resolve_sequence_group(mesh, group, strategy)
+        together = 1  # ranks that attend with the same tokens
+        if mesh is not None and mesh.mesh_dim_names and mesh.ndim > 1:
+            joined = ("ulysses", "tp") if strategy == "tp_sp" else ("ulysses",)
+            together = math.prod(mesh[name].size() for name in joined if name in mesh.mesh_dim_names)
+        layout = balanced_layout(mask, seq_len, size_of(sequence), together, known_per_host(sequence))
+        return Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
 
     @cached_property
     def _placements(self) -> dict[Any, Placement]:

@@ -1,0 +1,202 @@
+"""``Sharding.balanced``: equal tokens and pairs, few rows, and the same layout in every process."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Assigned, Mask, Sharding
+from seqpar.placement.balanced import balanced_layout
+from seqpar.placement.layout import Layout, shard_ranges
+from seqpar.sharding.sharding import WorkerSharding
+
+from ..observe import message_of
+from ..pool import Pool, mesh_of, on_ranks
+from ..reference import assert_close, dense_attention
+from ..strategy_cases import STRATEGIES
+
+
+def documents(seed: int, seq_len: int) -> list[int]:
+    """Boundaries of documents with a long tail."""
+    chance, edges = random.Random(seed), [0]
+    median, spread = chance.choice([(60, 1.5), (400, 1.0), (300, 2.2)])
+    while edges[-1] < seq_len:
+        edges.append(min(seq_len, edges[-1] + 1 + int(median * chance.lognormvariate(0, spread))))
+    return edges
+
+
+def shares(mask: Mask, seq_len: int, ranks: int, layout: Layout) -> tuple[Tensor, Tensor]:
+    """The tokens and the visible pairs of each rank over their mean, counted token by token."""
+    lo, hi = mask.intervals(torch.arange(seq_len))
+    seen = (hi.clamp(max=seq_len) - lo).reshape(-1, seq_len).sum(0).double()  # of each query
+    ranges = [shard_ranges(seq_len, ranks, rank, layout) for rank in range(ranks)]
+    tokens = torch.tensor([sum(map(len, x)) for x in ranges]).double()
+    pairs = torch.stack([sum((seen[r.start : r.stop].sum() for r in x), torch.zeros(())) for x in ranges])
+    return tokens / tokens.mean(), pairs / pairs.mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 7, 16])
+def test_tokens_and_pairs_are_balanced(ranks: int) -> None:
+    for seed in range(50):
+        seq_len = random.Random(seed).choice([600 * ranks, 1024 * ranks, 2048 * ranks + 17])
+        mask = Mask.documents(documents(seed, seq_len))
+        layout = balanced_layout(mask, seq_len, ranks)
+        tokens, pairs = shares(mask, seq_len, ranks, layout)  # Assigned checks that each token has one rank
+        assert tokens.max() <= 1.02 and pairs.max() <= 1.02, (seed, seq_len, layout)
+
+
+MASKS = {
+    "window": Mask.documents([0, 3000, 3500, 9000, 16384]) & Mask.sliding_window(700),
+    "prefix": Mask.prefix_lm(5000),
+    "chunked": Mask.chunked(3000),
+    "padding": Mask.causal() & Mask.padding(1000, 12000),
+    "rows": Mask.documents([[0, 9000, 16384], [0, 500, 16384]]),
+    "blocks": Mask.causal(blocks=[(100, 4000), (9000, 16000)]),
+    "forward": Mask.sliding_window(0, -1),
+    "both": Mask.documents([0, 4000, 16384], causal=False),
+    "nothing": Mask.documents([0], padding=True),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask(name: str) -> None:
+    mask, seq_len = MASKS[name], 16384
+    for ranks in (3, 8):
+        layout = balanced_layout(mask, seq_len, ranks)
+        tokens, pairs = shares(mask, seq_len, ranks, layout)
+        assert tokens.max() <= 1.02 and (name == "nothing" or pairs.max() <= 1.02), layout
+
+
+def test_layouts_with_names() -> None:
+    """One document is zigzag, and so are short sequences. Queries with equally many keys are contiguous."""
+    assert balanced_layout(Mask.causal(), 100_000, 8) == "zigzag"
+    assert balanced_layout(Mask.documents([0, 3000, 4000]), 4000, 8) == "zigzag"
+    assert balanced_layout(Mask.documents([0, 100, 256]), 256, 2) == "zigzag"
+    for mask in (Mask.full(), Mask.sliding_window(60), Mask.documents(range(0, 65537, 64))):
+        assert balanced_layout(mask, 65536, 8) == "contiguous"
+    assert balanced_layout(Mask.causal(), 5000, 1) == "contiguous"
+    assert Sharding.balanced(Mask.causal(), 0).lengths == (0,)
+
+
+def rows_of(edges: list[int], layout: Layout, ranks: int) -> int:
+    """The rows that all ranks receive: keys that a rank sees and does not hold, from the definition."""
+    received = 0
+    for rank in range(ranks):
+        held = torch.zeros(edges[-1], dtype=torch.bool)
+        for r in shard_ranges(edges[-1], ranks, rank, layout):
+            held[r.start : r.stop] = True
+        for start, stop in pairwise(edges):
+            mine = held[start:stop].nonzero()
+            received += int((~held[start : start + int(mine[-1]) + 1]).sum()) if len(mine) else 0
+    return received
+
+
+def test_few_rows_are_received() -> None:
+    """At most 1.3 times the least that any layout with the same largest rank can have, over random rows together."""
+    ranks, rows, bound = 16, 0, 0.0
+    for seed in range(12):
+        edges = documents(3 * seed, 4096 * ranks)
+        layout = balanced_layout(Mask.documents(edges), edges[-1], ranks)
+        rows += rows_of(edges, layout, ranks)
+        lengths = [b - a for a, b in pairwise(edges)]
+        pairs, tokens = sum(x * x / 2 for x in lengths) / ranks, edges[-1] / ranks
+        for length in lengths:  # a rank whose piece ends at depth D holds at most ``tokens``, and ``pairs`` below it
+            least = [max((length**2 - 2 * i * pairs), 0) ** 0.5 for i in range(1, ranks)]
+            bound += sum(max(x, length - i * tokens, 0) for i, x in enumerate(least, 1))
+    assert rows <= 1.3 * bound
+
+
+def test_a_layout_is_made_of_tiles() -> None:
+    edges = documents(5, 1 << 18)
+    layout = balanced_layout(Mask.documents(edges), 1 << 18, 16)
+    assert isinstance(layout, Assigned)
+    assert all(r.start % 128 == r.stop % 128 == 0 for ranges in layout.by_rank for r in ranges)
+    assert {sum(map(len, ranges)) for ranges in layout.by_rank} == {1 << 14}
+
+
+def test_holders_of_a_document_share_hosts() -> None:
+    edges = [0, 40_000, 80_000, 120_000, 1 << 17]
+    mask = Mask.documents(edges)
+    by_host = {}
+    for per_host in (4, 0):
+        layout = balanced_layout(mask, 1 << 17, 16, per_host=per_host)
+        assert isinstance(layout, Assigned)
+        hosts = tuple(
+            tuple(sorted((r for x in layout.by_rank[i : i + 4] for r in x), key=min)) for i in range(0, 16, 4)
+        )
+        by_host[per_host] = rows_of(edges, Assigned(hosts), 4)
+    assert by_host[4] <= by_host[0]
+
+
+def test_ranks_that_share_tokens() -> None:
+    """With an all-to-all, its ranks have equal pairs together, and equally many tokens each."""
+    mask, seq_len = Mask.documents(documents(2, 32768)), 32768
+    layout = balanced_layout(mask, seq_len, 8, together=2)
+    _, pairs = shares(mask, seq_len, 8, layout)
+    tokens, _ = shares(mask, seq_len, 8, layout)
+    assert pairs.view(4, 2).mean(1).max() <= 1.02 and tokens.max() <= 1.02
+
+
+EDGES = [0, 500, 520, 700, 900, 1100]
+
+
+@on_ranks
+def attend(group: ProcessGroup, edges: list[int], options: dict[str, Any]) -> tuple[list[Tensor], str]:
+    mask = Mask.documents(edges)
+    where: dict[str, Any] = {"mesh": mesh_of(2, 2, 2, 1)} if group.size() == 8 else {"group": group}
+    sharding = Sharding.balanced(mask, edges[-1], **where)
+    leaves = [sharding.shard(x).requires_grad_() for x in tensors(edges)[:3]]
+    out = seqpar.attention(*leaves, sharding=sharding, mask=mask, **options)
+    out.backward(sharding.shard(tensors(edges)[3]))
+    return [sharding.unshard(x) for x in (out.detach(), *(x.grad for x in leaves if x.grad is not None))], repr(
+        sharding
+    )
+
+
+def tensors(edges: list[int]) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of out, ``[1, s, 1, 4]``."""
+    return torch.randn(4, 1, edges[-1], 1, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64).unbind()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "edges"),
+    [
+        ("ring", 2, EDGES),
+        ("ulysses", 2, EDGES),
+        pytest.param("hybrid", 8, [0, 1100, 1120, 2000, 2100], marks=pytest.mark.slow),  # on a mesh of 2 x 2 x 2
+    ],
+)
+def test_attention_is_one_device(pool: Pool, strategy: str, world: int, edges: list[int]) -> None:
+    *inputs, dout = tensors(edges)
+    leaves = [x.requires_grad_() for x in inputs]
+    out, _ = dense_attention(*leaves, Mask.documents(edges).dense(edges[-1]))
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    results = pool.run(world, attend, edges, STRATEGIES[strategy])
+    assert len({made for _, made in results}) == 1 and "Assigned" in results[0][1]  # the same on every rank
+    for by_rank, _ in results:
+        for name, actual, right in zip(("out", "dq", "dk", "dv"), by_rank, expected, strict=True):
+            assert_close(actual, right, torch.float64, name)
+
+
+def test_in_a_worker() -> None:
+    mask = Mask.documents(EDGES)
+    made = Sharding.balanced(mask, EDGES[-1], ranks=2, rank=1)
+    assert isinstance(made, WorkerSharding) and made.layout == balanced_layout(mask, EDGES[-1], 2)
+    x = torch.arange(EDGES[-1])[None]
+    assert torch.equal(made.shard(x)[0], made.positions())
+
+
+def test_errors() -> None:
+    mask, make = Mask.documents(EDGES), Sharding.balanced
+    wrong: Any = "causal"
+    assert message_of(lambda: make(wrong, 8)).startswith("TypeError: mask=str: expected a seqpar.Mask")
+    assert "has 8 tokens" in message_of(lambda: make(mask, 8))
+    assert "ranks=4, rank=None: give both" in message_of(lambda: make(mask, 1100, ranks=4))  # type: ignore[call-overload]
+    assert "rank=4: expected one of 4 ranks" in message_of(lambda: make(mask, 1100, ranks=4, rank=4))
