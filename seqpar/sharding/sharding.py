@@ -78,6 +78,7 @@ class Sharding(Opaque):
 
     Attributes:
         sequence_group: the ranks that the sequence is sharded over; None in a process without torch.distributed.
+        layout_name: the layout's name; "assigned" for a ``seqpar.Assigned``.
 
     Raises:
         TypeError: an argument has another type.
@@ -97,6 +98,7 @@ class Sharding(Opaque):
     group: ProcessGroup | None = None
     strategy: StrategyName | Literal["tp_sp"] | None = None
     sequence_group: ProcessGroup | None = field(init=False)
+    layout_name: str = field(init=False)
     _key: tuple[Any, ...] = field(init=False)
     _hash: int = field(init=False)
 
@@ -107,7 +109,9 @@ class Sharding(Opaque):
         check_layout(self.layout, self.seq_len, size_of(group))
         # Without a mesh, compare the resolved group, because the default group may change later.
         key = self.seq_len, self.layout, self.strategy == "tp_sp", group if self.mesh is None else self.mesh
-        for name, value in (("sequence_group", group), ("_key", key), ("_hash", hash(key))):
+        layout_name = self.layout if isinstance(self.layout, str) else "assigned"
+        found = {"sequence_group": group, "layout_name": layout_name, "_key": key, "_hash": hash(key)}
+        for name, value in found.items():
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -235,11 +239,6 @@ class Sharding(Opaque):
     @cached_property
     def _tokens(self) -> TokenLayout:
         return TokenLayout(self.seq_len, self.layout, ring=self.ranks)
-
-    @property
-    def layout_name(self) -> str:
-        """The layout's name; "assigned" for an ``Assigned``."""
-        return self.layout if isinstance(self.layout, str) else "assigned"
 
     @property
     def ranks(self) -> int:

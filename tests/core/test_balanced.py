@@ -174,9 +174,9 @@ def tensors(edges: list[int]) -> tuple[Tensor, ...]:
     ],
 )
 def test_attention_is_one_device(pool: Pool, strategy: str, world: int, edges: list[int]) -> None:
-    *inputs, dout = tensors(edges)
-    leaves = [x.requires_grad_() for x in inputs]
-    out, _ = dense_attention(*leaves, Mask.documents(edges).dense(edges[-1]))
+    q, k, v, dout = tensors(edges)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = dense_attention(q, k, v, Mask.documents(edges).dense(edges[-1]))
     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
     results = pool.run(world, attend, edges, STRATEGIES[strategy])
     assert len({made for _, made in results}) == 1 and "Assigned" in results[0][1]  # the same on every rank
@@ -198,5 +198,5 @@ def test_errors() -> None:
     wrong: Any = "causal"
     assert message_of(lambda: make(wrong, 8)).startswith("TypeError: mask=str: expected a seqpar.Mask")
     assert "has 8 tokens" in message_of(lambda: make(mask, 8))
-    assert "ranks=4, rank=None: give both" in message_of(lambda: make(mask, 1100, ranks=4))  # type: ignore[call-overload]
+    assert "ranks=4, rank=None: give both" in message_of(lambda: make(mask, 1100, ranks=4))
     assert "rank=4: expected one of 4 ranks" in message_of(lambda: make(mask, 1100, ranks=4, rank=4))
