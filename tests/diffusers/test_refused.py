@@ -201,3 +201,18 @@ def call_with_few_tokens(group: ProcessGroup) -> str:
 
 def test_images_with_fewer_tokens_than_ranks_are_refused(pool: Pool) -> None:
     assert all("1 image tokens over 2 ranks" in message for message in pool.run(2, call_with_few_tokens))
+
+
+@on_ranks
+def call_with_other_times(group: ProcessGroup) -> str:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("SEQPAR_CHECK", "1")
+        model, inputs = make(Case("wan"), 0)
+        parallelize(model, group=group)
+        call(model, inputs)
+        return message_of(lambda: call(model, {**inputs, "timestep": inputs["timestep"] + group.rank()}))
+
+
+def test_inputs_that_differ_between_ranks_are_noticed_on_demand(pool: Pool) -> None:
+    for message in pool.run(2, call_with_other_times):
+        assert "rank(s) [1]" in message and "depends on the dp rank" in message
