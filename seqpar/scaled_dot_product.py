@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -136,6 +136,8 @@ def sdpa(
 class SdpaMode(TorchFunctionMode):
     """Inside the block, ``F.scaled_dot_product_attention`` is ``attend``. Other attention operators raise an error."""
 
+    advice: ClassVar[str]  # what else to do about another operator
+
     def attend(
         self,
         query: Tensor,
@@ -163,9 +165,8 @@ class SdpaMode(TorchFunctionMode):
         if func not in _CALLERS:
             if _is_attention(func) and self.is_sharded():
                 raise ValueError(
-                    f"{func}: inside replace_sdpa, this operator computes attention over this rank's tokens only; call "
-                    "F.scaled_dot_product_attention, or seqpar.attention with a seqpar.Mask; if its keys are not "
-                    "sharded, pass replace_sdpa modules={module: None}, with the module that calls it"
+                    f"{func}: this operator computes attention over this rank's tokens only; call "
+                    f"F.scaled_dot_product_attention, or seqpar.attention with a seqpar.Mask; {self.advice}"
                 )
             return func(*args, **kwargs)
         needs_weights = func is F.multi_head_attention_forward and kwargs.get("need_weights", True)
@@ -230,6 +231,8 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
         >>> with replace_sdpa(sharding, modules=modules):  # doctest: +SKIP
         ...     y = block(x)
     """
+
+    advice = "if its keys are not sharded, pass replace_sdpa modules={module: None}, with the module that calls it"
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from ..masks.mask import Mask
 from ..placement.strategies import StrategyName
 from ..ranks.mesh import size_of
 from ..scaled_dot_product import SdpaMode, original_sdpa, sdpa
+from ..sharding.same_rows import compare, compares_now
 from ..sharding.sharding import Sharding
 from ..sharding.spec import attention_spec
 from .plans import Cut, Plan, plan_of
@@ -39,6 +40,11 @@ if TYPE_CHECKING:
 Model = TypeVar("Model")
 _FULL = Mask.full()
 _OWN = "_seqpar_diffusers"
+_SAME_INPUTS = (
+    "give all of them the same inputs: draw noise, timesteps and dropped captions from generators whose seed depends "
+    "on the dp rank, not on the rank"
+)
+_NATIVE = "call the model's set_attention_backend('native'), or set_default_attn_processor()"
 
 
 def parallelize(
@@ -55,10 +61,12 @@ def parallelize(
     """Shard the tokens of a diffusers transformer over ranks, from its first block to its last. Changes it in place.
 
     Call it as before, with the same whole inputs on every rank of a sequence: also the noise, the timesteps and the
-    rows whose caption is dropped. Every rank gets the whole output. Images, videos and texts may have any length, and
-    heads any number. Gradients follow the package's convention: each rank has a loss, such as the one-device loss of
-    the whole output, and the mean of the ranks' gradients (``seqpar.sync_gradients``, DDP, FSDP2) is one device's
-    gradient. The gradients of inputs are this mean already.
+    rows whose caption is dropped. With the environment variable ``SEQPAR_CHECK=1`` the ranks compare their inputs.
+    Every rank gets the whole output. Images, videos and texts may have any length, and attention any number of heads.
+
+    Gradients follow the package's convention: each rank has a loss, such as the one-device loss of the whole output,
+    and the mean of the ranks' gradients (``seqpar.sync_gradients``, DDP, FSDP2) is one device's gradient. The
+    gradients of inputs are this mean already.
 
     Dropout, also LoRA's, is drawn by each rank for its tokens.
 
@@ -92,7 +100,9 @@ def parallelize(
     for name, each in models.items():
         if any(_OWN in vars(m) for m in each.modules()):
             raise ValueError(f"{name}: it is parallelized already; call seqpar.diffusers.restore first")
-        Patch(each, plan or plan_of(each), mesh, group, arguments)
+    plans = [plan or plan_of(each) for each in models.values()]
+    for each, its_plan in zip(models.values(), plans, strict=True):
+        Patch(each, its_plan, mesh, group, arguments)
     return model
 
 
@@ -207,7 +217,7 @@ class Patch:
             raise ValueError(
                 "model: enable_parallelism was called; a model has either diffusers' parallelism or seqpar's"
             )
-        args, kwargs = self._with_whole_gradients(args, kwargs)
+        args, kwargs = self._inputs(args, kwargs)
         call = _Call(self)
         with call.running(), call.checkpoints():
             if "" in self.plan.cuts:
@@ -218,12 +228,16 @@ class Patch:
             raise RuntimeError(f"model: it called no {what} of the plan, so tokens of other ranks had no effect on it")
         return output
 
-    def _with_whole_gradients(self, args: Any, kwargs: Any) -> Any:
+    def _inputs(self, args: Any, kwargs: Any) -> Any:
         """The inputs; their gradients are averaged over the ranks, since each rank computes from its tokens only."""
         values, structure = tree_flatten((args, kwargs))
-        chosen = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
+        tensors = {i: x for i, x in enumerate(values) if isinstance(x, Tensor)}
+        group = self.shardings((0,)).sequence_group
+        if compares_now(group):
+            for x in tensors.values():
+                compare(x, lambda: None, group, _SAME_INPUTS)
+        chosen = [i for i, x in tensors.items() if x.requires_grad]
         if chosen and torch.is_grad_enabled() and self.ranks > 1:
-            group = self.shardings((0,)).sequence_group
             for i, x in zip(chosen, _AverageGradients.apply(group, *(values[i] for i in chosen)), strict=True):
                 values[i] = x
         return tree_unflatten(values, structure)
@@ -441,6 +455,8 @@ class _Call:
 class _Attention(SdpaMode):
     """Attention inside of a call of the model."""
 
+    advice = _NATIVE
+
     def __init__(self, call: _Call) -> None:
         super().__init__()
         self.call = call
@@ -466,7 +482,7 @@ class _Attention(SdpaMode):
                 f"{name}: {calls} calls of F.scaled_dot_product_attention over the sharded tokens instead of one; its "
                 f"processor is {type(processor).__name__}"
                 + (f" with the attention backend {backend!r}" if backend is not None else "")
-                + "; call set_attention_backend('native') or set_default_attn_processor()"
+                + f"; {_NATIVE}"
             )
         self.call.attended |= bool(streams)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -59,7 +59,6 @@ class Plan:
     output_stream: str = "image"
     padding: tuple[str, str] | None = None
     padded_stream: str = "text"
-    settings: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # of the model's config: values that work
 
 
 IMAGE, TEXT = Cut("image"), Cut("text")
@@ -79,6 +78,17 @@ _FLUX = Plan(
 )
 _CONTROL = {"controlnet_block_samples": IMAGE, "controlnet_single_block_samples": IMAGE}
 _HUNYUAN = {"transformer_blocks.*.attn": IMAGE_FIRST, "context_embedder.token_refiner.refiner_blocks.*.attn": WHOLE}
+
+_HUNYUAN_VIDEO = Plan(
+    {
+        "transformer_blocks.0": BOTH,
+        "transformer_blocks.*": {"freqs_cis": ROWS},
+        "single_transformer_blocks.*": {"image_rotary_emb": ROWS},
+    },
+    {**_HUNYUAN, "single_transformer_blocks.*.attn": IMAGE_FIRST},
+    padding=("transformer_blocks.0", "attention_mask"),
+)
+_WAN = {"blocks.*.attn1": ("image",), "blocks.*.attn2": WHOLE}
 
 PLANS: dict[str, Plan] = {
     "FluxTransformer2DModel": Plan({"": {**BOTH, **IDS, **_CONTROL}}, _FLUX.attention),
@@ -103,18 +113,9 @@ PLANS: dict[str, Plan] = {
     ),
     "WanTransformer3DModel": Plan(
         {"": {"timestep": PER_TOKEN}, "blocks.0": HIDDEN, "blocks.*": {"rotary_emb": IMAGE}},
-        {"blocks.*.attn1": ("image",), "blocks.*.attn2": WHOLE},
+        _WAN,
     ),
-    "HunyuanVideoTransformer3DModel": Plan(
-        {
-            "transformer_blocks.0": BOTH,
-            "transformer_blocks.*": {"freqs_cis": ROWS},
-            "single_transformer_blocks.*": {"image_rotary_emb": ROWS},
-        },
-        {**_HUNYUAN, "single_transformer_blocks.*.attn": IMAGE_FIRST},
-        padding=("transformer_blocks.0", "attention_mask"),
-        settings={"image_condition_type": (None, "latent_concat")},  # "token_replace": see the blocks' num_tokens
-    ),
+    "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
     "HunyuanVideo15Transformer3DModel": Plan(
         {"transformer_blocks.0": BOTH, "transformer_blocks.*": {"attention_mask": TEXT, "freqs_cis": ROWS}},
         _HUNYUAN,
@@ -128,10 +129,17 @@ PLANS: dict[str, Plan] = {
         {"": {"block_controlnet_hidden_states": IMAGE}, "transformer_blocks.0": BOTH},
         {"transformer_blocks.*.attn": IMAGE_FIRST, "transformer_blocks.*.attn2": ("image",)},
     ),
-    "CogVideoXTransformer3DModel": Plan(
-        {"transformer_blocks.0": BOTH, "transformer_blocks.*": {"image_rotary_emb": ROWS}},
-        {"transformer_blocks.*.attn1": TEXT_FIRST},
+    **dict.fromkeys(
+        ("CogVideoXTransformer3DModel", "CogView4Transformer2DModel"),
+        Plan(
+            {"transformer_blocks.0": BOTH, "transformer_blocks.*": {"image_rotary_emb": ROWS}},
+            {"transformer_blocks.*.attn1": TEXT_FIRST},
+        ),
     ),
+    "SkyReelsV2Transformer3DModel": Plan({"blocks.0": HIDDEN, "blocks.*": {"rotary_emb": IMAGE}}, _WAN),
+    "BriaTransformer2DModel": _FLUX,
+    "OvisImageTransformer2DModel": _FLUX,
+    "LongCatImageTransformer2DModel": _FLUX,
 }
 
 
@@ -139,7 +147,7 @@ def plan_of(model: nn.Module) -> Plan:
     """The plan of a diffusers model.
 
     Raises:
-        ValueError: there is none, for the class or for its config.
+        ValueError: there is none for the class.
     """
     cls: Any = type(model)
     for parent in cls.__mro__:
@@ -152,12 +160,9 @@ def plan_of(model: nn.Module) -> Plan:
                 "seqpar.diffusers.Plan that says where its tokens are"
             )
         config: Any = model.config
-        for name, values in plan.settings.items():
-            if config[name] not in values:
-                raise ValueError(
-                    f"model: {cls.__name__} with {name}={config[name]!r} is not supported; supported: "
-                    + ", ".join(map(repr, values))
-                )
+        if config.get("image_condition_type") == "token_replace":
+            first_frame = {"num_tokens": IMAGE}  # HunyuanVideo's blocks take the number of its tokens
+            return replace(plan, cuts={k: {**v, **first_frame} if "*" in k else v for k, v in plan.cuts.items()})
         return plan
     raise ValueError(
         f"model: no plan says where the tokens of {cls.__name__} are; pass plan=, a seqpar.diffusers.Plan. "

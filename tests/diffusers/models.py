@@ -103,6 +103,29 @@ def flux(case: Case) -> Any:
     return "FluxTransformer2DModel", config, inputs
 
 
+def flux_like(case: Case, name: str) -> Any:
+    _, config, inputs = flux(case)
+    return name, config, inputs
+
+
+def bria(case: Case) -> Any:
+    name, config, inputs = flux_like(case, "BriaTransformer2DModel")
+    del inputs["pooled_projections"]
+    return name, config, inputs
+
+
+def ovis(case: Case) -> Any:
+    name, config, inputs = flux_like(case, "OvisImageTransformer2DModel")
+    del config["pooled_projection_dim"], inputs["pooled_projections"]
+    return name, config, inputs
+
+
+def longcat(case: Case) -> Any:
+    name, config, inputs = flux_like(case, "LongCatImageTransformer2DModel")
+    del inputs["pooled_projections"]
+    return name, config, inputs
+
+
 def residuals(case: Case, tokens: int, count: int = 2) -> list[Tensor]:
     """Of a ControlNet, for each block."""
     return [torch.randn(BATCH, tokens, case.heads * 16) for _ in range(count)]
@@ -199,6 +222,11 @@ def wan(case: Case, **more: Any) -> Any:
     return "WanTransformer3DModel", {**config, **more}, video(case)
 
 
+def skyreels(case: Case) -> Any:
+    _, config, inputs = wan(case)
+    return "SkyReelsV2Transformer3DModel", config, inputs
+
+
 def wan_per_token(case: Case) -> Any:
     name, config, inputs = wan(case)
     return name, config, {**inputs, "timestep": torch.rand(BATCH, 45) * 1000}
@@ -230,6 +258,11 @@ def hunyuan(case: Case) -> Any:
     }
     inputs = {**video(case), "encoder_attention_mask": case.real, "pooled_projections": torch.randn(BATCH, 8)}
     return "HunyuanVideoTransformer3DModel", config, inputs
+
+
+def hunyuan_replace(case: Case) -> Any:
+    name, config, inputs = hunyuan(case)
+    return name, {**config, "image_condition_type": "token_replace"}, inputs
 
 
 def hunyuan15(case: Case) -> Any:
@@ -338,6 +371,25 @@ def cogvideox(case: Case) -> Any:
     return "CogVideoXTransformer3DModel", config, inputs
 
 
+def cogview4(case: Case) -> Any:
+    config = {
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "text_embed_dim": 10,
+        "time_embed_dim": 8,
+        "condition_dim": 4,
+        "pos_embed_max_size": 12,
+        "sample_size": 12,
+        "rope_axes_dim": (16, 16),
+    }
+    sizes = {name: torch.rand(BATCH, 2) * 100 for name in ("original_size", "target_size", "crop_coords")}
+    inputs = {**packed(case), "hidden_states": torch.randn(BATCH, 4, 6, 10), **sizes}
+    return "CogView4Transformer2DModel", config, inputs
+
+
 MODELS: dict[str, Callable[[Case], Any]] = {
     "flux": flux,
     "flux_control": flux_control,
@@ -357,5 +409,11 @@ MODELS: dict[str, Callable[[Case], Any]] = {
     "sd3": sd3,
     "sd35": sd35,
     "cogvideox": cogvideox,
+    "cogview4": cogview4,
+    "skyreels": skyreels,
+    "hunyuan_replace": hunyuan_replace,
+    "bria": bria,
+    "ovis": ovis,
+    "longcat": longcat,
 }
-MASKED = ("chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan15", "ltx", "ltx_per_token")
+MASKED = ("chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan_replace", "hunyuan15", "ltx")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from seqpar import Mask, sync_gradients
 
@@ -66,8 +68,8 @@ def broken(what: str | None) -> Iterator[None]:
 @on_ranks
 def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any]) -> dict[str, float]:
     model, inputs = make(case, seed, options.get("dtype", torch.float64))
-    if options.get("checkpointing"):
-        model.enable_gradient_checkpointing()
+    if "reentrant" in options:
+        model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=options["reentrant"]))
     out, input_grads = run(model, inputs)
     grads = weights(model)
     with broken(options.get("broken")):
@@ -95,7 +97,7 @@ def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any])
 
 def verify(case: Case, results: list[dict[str, float]]) -> None:
     # Models cast to float32. Over 2 or 4 ranks, a rank's gradient is a power of two times its share, and rounds alike.
-    exact = not case.model.startswith("wan") and len(results) != 3
+    exact = not case.model.startswith(("wan", "skyreels")) and len(results) != 3
     limit = 1e-12 if exact or case.model in ("sd3", "sd3_control") else 3e-7
     for rank, found in enumerate(results):
         assert max(found.values()) <= limit, f"rank {rank}: {found}"
@@ -130,7 +132,8 @@ def test_a_ring_across_all_to_alls(batch: Batch) -> None:
 @pytest.mark.slow
 def test_gradient_checkpointing(batch: Batch) -> None:
     models = ("flux2", "chroma", "wan", "hunyuan", "qwen", "sd35", "cogvideox", "ltx")
-    check(batch, 2, [cases(model, 3)[0] for model in models], checkpointing=True)
+    check(batch, 2, [cases(model, 3)[0] for model in models], reentrant=False)
+    check(batch, 2, [cases(model, 3)[0] for model in models[-3:]], reentrant=True)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..observe import message_of
 from ..pool import Pool, on_ranks
-from .models import MODELS, Case, make
+from .models import Case, make
 
 diffusers = pytest.importorskip("diffusers")
 from seqpar.diffusers import Cut, Plan, parallelize, restore  # noqa: E402
@@ -93,6 +93,19 @@ def test_another_attention_backend_is_noticed() -> None:
     assert "transformer_blocks.1.attn: 0 calls" in message and "Processor" in message and "'own'" in message
 
 
+def test_another_operator_is_noticed() -> None:
+    class Processor:
+        def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            q = hidden_states.unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0].transpose(1, 2).flatten(2)
+
+    model, inputs = make(Case("wan"), 0)
+    parallelize(model)
+    model.blocks[1].attn1.processor = Processor()
+    message = message_of(lambda: call(model, inputs))
+    assert "_scaled_dot_product_flash_attention_for_cpu" in message and "set_attention_backend('native')" in message
+
+
 def test_caches_and_diffusers_own_parallelism_are_refused() -> None:
     model, inputs = make(Case("flux"), 0)
     parallelize(model)
@@ -116,10 +129,27 @@ def test_masks_that_are_no_padding_at_the_end_are_refused() -> None:
     assert "only text may be padded" in message_of(lambda: call(model, inputs))
 
 
-def test_settings_without_a_plan_are_refused() -> None:
-    _, config, _ = MODELS["hunyuan"](Case("hunyuan"))
-    model = diffusers.HunyuanVideoTransformer3DModel(**config, image_condition_type="token_replace")
-    assert "image_condition_type='token_replace'" in message_of(lambda: parallelize(model))
+def test_masks_that_are_added_to_the_scores_are_refused() -> None:
+    model, inputs = make(Case("cogview4"), 0)
+    parallelize(model)
+    assert "attn_mask" in message_of(lambda: call(model, {**inputs, "attention_mask": Case("cogview4").real.long()}))
+
+
+@on_ranks
+def call_with_other_frames(group: ProcessGroup) -> list[str]:
+    model, inputs = make(Case("flux2"), 0)
+    parallelize(model, group=group)
+    extract = {**inputs, "kv_cache_mode": "extract", "num_ref_tokens": 3}
+    found = [message_of(lambda: call(model, extract))]
+    model, inputs = make(Case("skyreels"), 0)
+    parallelize(model, group=group)
+    forcing = {**inputs, "timestep": torch.rand(2, 3).double(), "enable_diffusion_forcing": True}
+    return [*found, message_of(lambda: call(model, forcing))]
+
+
+def test_reference_images_and_diffusion_forcing_are_refused(pool: Pool) -> None:
+    for messages in pool.run(2, call_with_other_frames):
+        assert all("Error" in message for message in messages), messages
 
 
 def test_checkpoints_of_one_s_own_are_refused_in_backward() -> None:
@@ -171,3 +201,18 @@ def call_with_few_tokens(group: ProcessGroup) -> str:
 
 def test_images_with_fewer_tokens_than_ranks_are_refused(pool: Pool) -> None:
     assert all("1 image tokens over 2 ranks" in message for message in pool.run(2, call_with_few_tokens))
+
+
+@on_ranks
+def call_with_other_times(group: ProcessGroup) -> str:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setenv("SEQPAR_CHECK", "1")
+        model, inputs = make(Case("wan"), 0)
+        parallelize(model, group=group)
+        call(model, inputs)
+        return message_of(lambda: call(model, {**inputs, "timestep": inputs["timestep"] + group.rank()}))
+
+
+def test_inputs_that_differ_between_ranks_are_noticed_on_demand(pool: Pool) -> None:
+    for message in pool.run(2, call_with_other_times):
+        assert "rank(s) [1]" in message and "depends on the dp rank" in message
