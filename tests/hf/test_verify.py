@@ -24,7 +24,7 @@ from seqpar.hf import attention as hf_attention
 from seqpar.hf.state import patch_of
 from seqpar.hf.verification import run
 from seqpar.hf.verification.recording import PinnedExperts
-from seqpar.strategies.operators import attention
+from seqpar.strategies.attend import attend
 
 from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
@@ -154,15 +154,15 @@ def in_another_collective(group: ProcessGroup) -> str:
     """Rank 1 leaves out the messages of the second layer, for which rank 0 waits."""
     model = parallel(group)
 
-    def without_exchange(q: Tensor, *arguments: Any) -> Any:
+    def without_exchange(q: Tensor, *arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if group.rank() == 1 and len(calls) == 2:
             return (q.clone(),)
-        return attention(q, *arguments)
+        return attend(q, *arguments, **options)
 
     calls: list[int] = []
     with (
-        mock.patch.object(hf_attention, "attention_operator", without_exchange),
+        mock.patch.object(hf_attention, "attend", without_exchange),
         pytest.raises(VerificationError) as caught,
     ):
         seqpar.hf.verify(model, make_batch("plain"), deadline_s=3.0)

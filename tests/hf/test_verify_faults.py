@@ -29,7 +29,7 @@ from seqpar.hf import loss as hf_loss
 from seqpar.hf.loss import TokenLoss
 from seqpar.hf.state import current_forward
 from seqpar.masks.mask import Mask
-from seqpar.strategies.operators import attention
+from seqpar.strategies.attend import attend
 
 from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
@@ -57,8 +57,8 @@ class Stale(torch.autograd.Function):
         return (*torch.autograd.grad(out, (q, k, v), gradient), None)
 
 
-def stale_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
-    return (Stale.apply(q, k, v, lambda *x: attention(*x, *arguments)[0]),)
+def stale_attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Any:
+    return (Stale.apply(q, k, v, lambda *x: attend(*x, *arguments, **options)[0]),)
 
 
 def replaced(name: str, value: Any, model: Any, batch: Any = "plain") -> VerificationReport:
@@ -159,10 +159,10 @@ def other_weights(group: ProcessGroup) -> VerificationReport:
 
 
 def rotated_latents(group: ProcessGroup) -> VerificationReport:
-    def rotated(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Any:
-        return attention(q, k, v.roll(1, 1), *arguments)  # v: the rotated keys
+    def rotated(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Any:
+        return attend(q, k, v.roll(1, 1), *arguments, **options)  # v: the rotated keys
 
-    return replaced("attention_operator", rotated, parallel(group, "deepseek_v3"))
+    return replaced("attend", rotated, parallel(group, "deepseek_v3"))
 
 
 def merging(group: ProcessGroup, kind: str) -> Any:
@@ -348,11 +348,11 @@ FAULTS: dict[str, Fault] = {
         ("gradient", "", "model.embed_tokens.weight"), "multiplied by the number of ranks",
     ),
     "stale keys in backward": (
-        lambda group: replaced("attention_operator", stale_attention, parallel(group)),
+        lambda group: replaced("attend", stale_attention, parallel(group)),
         ("backward", LAYER.format(1), "gradient of value"), "used different keys",
     ),
     "stale latents in backward": (
-        lambda group: replaced("attention_operator", stale_attention, parallel(group, "deepseek_v3")),
+        lambda group: replaced("attend", stale_attention, parallel(group, "deepseek_v3")),
         ("backward", LAYER.format(1), "gradient of query"), "used different keys",
     ),
     "wrong rotation of latents' keys": (
