@@ -72,8 +72,11 @@ class Cut:
         """
         layout = self.layout
         if layout == "balanced":
-            causal = layer_mask(mask, True, None, None)
-            layout = balanced_layout(causal, seq_len, self.ranks, self.together, self.per_host)
+            if (made := mask.plans.get((seq_len, self))) is None:  # a mask that a worker has planned brings its layout
+                causal = layer_mask(mask, True, None, None)
+                made = balanced_layout(causal, seq_len, self.ranks, self.together, self.per_host)
+                mask.plans[seq_len, self] = made
+            layout = made
         if not all(shard_length(seq_len, self.ranks, rank, layout) for rank in range(self.ranks)):
             raise ValueError(
                 f"batch: rows of {seq_len} tokens cannot be sharded over {self.ranks} ranks with layout={layout!r}; "

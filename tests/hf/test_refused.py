@@ -33,7 +33,7 @@ from transformers.masking_utils import (
 import seqpar
 import seqpar.hf
 from seqpar.hf.attention import no_mask
-from seqpar.hf.batch import shard_for_rank
+from seqpar.hf.batch import Cut, shard_for_rank
 from seqpar.ranks.rendezvous import missing_message
 
 from ..pool import Pool, on_ranks
@@ -370,7 +370,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "layout='zig': did you mean 'zigzag'",
     ),
     "short rows": (
-        lambda: shard_for_rank({"input_ids": ONES}, 9, 0, "zigzag"), "rows of 8 tokens cannot be sharded over 9 ranks"
+        lambda: shard_for_rank({"input_ids": ONES}, Cut(9, "zigzag"), 0),
+        "rows of 8 tokens cannot be sharded over 9 ranks",
     ),
 }  # fmt: skip
 
