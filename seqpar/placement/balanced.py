@@ -70,10 +70,12 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int, together: int = 1, per
         return most * groups * 1000 <= pairs.total * (1000 + PERMILLE)
 
     names: tuple[Layout, ...] = ("contiguous", "zigzag")
+    most = dict[Layout, int]()  # pairs of the rank with the most
     for name in names:
         by_rank = [shard_ranges(seq_len, ranks, rank, name) for rank in range(ranks)]
         joined = [list(chain(*by_rank[i : i + together])) for i in range(0, ranks, together)]
-        if is_balanced(max(pairs.of(joined))):
+        most[name] = max(pairs.of(joined))
+        if is_balanced(most[name]):
             return name
     if seq_len < _FEWEST_TILES * TILE * ranks:
         return "zigzag"
@@ -89,7 +91,9 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int, together: int = 1, per
             best = worst, filled, tile
         tile //= 2
     assert best is not None
-    _, pieces, tile = best
+    worst, pieces, tile = best
+    if worst > min(most.values()):  # a single token may have more than a rank's share
+        return min(names, key=most.__getitem__)
     numbered = _numbered(pieces, max(1, per_host // together) if per_host else groups)
     return Assigned(tuple(chain.from_iterable(_cut(x, tile, seq_len, together) for x in numbered)))
 
