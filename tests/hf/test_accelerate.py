@@ -13,6 +13,7 @@ from inspect import unwrap
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import seqpar.hf
+from seqpar.hf import batch as hf_batch
+from seqpar.placement import balanced
 
 from ..pool import Pool, on_ranks
 from .random_rows import draw, loader_of
@@ -168,7 +171,12 @@ def with_sft(config: Any, folder: str, kind: str, batch: int, packing: bool, **a
         train_dataset=data,
         processing_class=tokenizer(),
     )
-    trainer.train()
+    with (
+        mock.patch.object(balanced, "TILE", 4),  # so that these short rows have four tiles for each rank
+        mock.patch.object(hf_batch, "balanced_layout", wraps=balanced.balanced_layout) as made,
+    ):
+        trainer.train()
+    assert made.called == (config is not None and config.settings.layout == "balanced")
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     return logged(trainer), {
         name: entries[-1][name] for name in ("entropy", "mean_token_accuracy", "num_tokens", "grad_norm")
@@ -255,6 +263,7 @@ def test_trainer(
         (1, {"cp_size": 1}, "gpt_oss", False),
         (2, {"cp_size": 2, "strategy": "ulysses"}, "gpt_oss", False),
         (2, {"cp_size": 2}, "gemma2", True),
+        (2, {"cp_size": 2, "layout": "balanced"}, "mistral", True),
         (4, {"cp_size": -1, "layout": "striped"}, "mistral", True),
         (4, {"cp_size": -1, "strategy": "context_parallel"}, "gpt_oss", True),
     ],

@@ -1,0 +1,260 @@
+"""Fills ranks with the tiles of a mask's components: the two equations of ``balanced.py``."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+PERMILLE = 19  # by how much a rank's pairs, or tokens, may exceed the mean
+_NEAR = 12  # pieces that are compared for one choice
+_DEEP = 4  # tiles at the dense end by which long pieces are compared: the last tile may hold another document
+
+
+@dataclass(eq=False)
+class Component:
+    """The tiles ``lo <= i < hi`` of one component. Its dense end is its last tiles, or its first."""
+
+    lo: int
+    hi: int
+    dense_first: bool
+
+
+@dataclass(eq=False)
+class Piece:
+    """Tiles ``lo <= i < hi`` of a component: of a rank, or not yet given to one."""
+
+    lo: int
+    hi: int
+    of: Component
+
+    @property
+    def size(self) -> int:
+        return self.hi - self.lo
+
+    @property
+    def depth(self) -> int:
+        """How many tiles of the component's sparse end a rank with this piece sees, the piece included."""
+        return self.of.hi - self.lo if self.of.dense_first else self.hi - self.of.lo
+
+    def take(self, count: int, at_hi: bool) -> Piece:
+        """Cut off ``count`` tiles."""
+        if at_hi:
+            self.hi -= count
+            return Piece(self.hi, self.hi + count, self.of)
+        self.lo += count
+        return Piece(self.lo - count, self.lo, self.of)
+
+
+def fill(below: list[int], components: list[Component], ranks: int) -> list[list[Piece]]:
+    """The pieces of each rank, filled one after another."""
+    filler, tiles = _Filler(below, components, ranks), len(below) - 1
+    filled, left = list[list[Piece]](), below[-1]
+    for rank in range(ranks - 1):
+        pieces = filler.fill(tiles // ranks + (rank < tiles % ranks), left // (ranks - rank))
+        filled.append(pieces)
+        left -= sum(map(filler.cost, pieces))
+    return [*filled, [*filler.long, *filler.short]]
+
+
+class _Filler:
+    """The pieces that no rank has yet: ``short`` ones, which fit on a rank, sorted by their mean cost, and ``long``."""
+
+    def __init__(self, below: list[int], components: list[Component], ranks: int) -> None:
+        self.below = below
+        self.tiles, self.mean = -(-(len(below) - 1) // ranks), below[-1] // ranks
+        self.long: list[Piece] = []
+        self.short: list[Piece] = []
+        self.means: list[int] = []  # of ``short``
+        short = list[Piece]()
+        for component in components:
+            piece = Piece(component.lo, component.hi, component)
+            (self.long if self._is_long(piece) else short).append(piece)
+        short = self._merged(short)
+        self.short = sorted(short, key=lambda piece: (self._mean(piece), piece.lo))
+        self.means = [self._mean(piece) for piece in self.short]
+
+    def _is_long(self, piece: Piece) -> bool:
+        return piece.size > self.tiles or self.cost(piece) > self.mean
+
+    def _merged(self, short: Iterable[Piece]) -> list[Piece]:
+        """Sparse neighbours as one piece: fewer ranges, in which a cut costs few rows."""
+        merged, before = list[Piece](), False
+        for piece in short:
+            sparse = self.cost(piece) * self.tiles * 8 <= self.mean * piece.size
+            if before and sparse and merged[-1].hi == piece.lo and (piece.hi - merged[-1].lo) * 8 <= self.tiles:
+                lo = merged.pop().lo
+                piece = Piece(lo, piece.hi, Component(lo, piece.hi, False))
+            merged.append(piece)
+            before = sparse
+        return merged
+
+    def cost(self, piece: Piece) -> int:
+        return self.below[piece.hi] - self.below[piece.lo]
+
+    def _mean(self, piece: Piece) -> int:
+        return self.cost(piece) // piece.size
+
+    def _end(self, piece: Piece, count: int, dense: bool) -> int:
+        """The cost of ``count`` tiles at the dense or the sparse end."""
+        if dense != piece.of.dense_first:
+            return self.below[piece.hi] - self.below[piece.hi - count]
+        return self.below[piece.lo + count] - self.below[piece.lo]
+
+    def fill(self, t: int, a: int) -> list[Piece]:
+        """``t`` tiles that cost about ``a``."""
+        pieces: list[Piece] = []
+        while t:
+            if self.long:
+                piece = max(self.long, key=lambda p: (self._end(p, min(_DEEP, p.size), True), p.lo))
+                self.long.remove(piece)
+                if not self._fits(piece, t, a):
+                    return pieces + self._two_ends(piece, t, a)
+            elif (index := self._nearest(t, a, not pieces)) is not None:
+                piece = self._pop(index)
+            else:
+                return pieces + self._rest(t, a)
+            pieces.append(piece)
+            t, a = t - piece.size, a - self.cost(piece)
+        return pieces
+
+    def _fits(self, piece: Piece, t: int, a: int) -> bool:
+        """Whether the whole piece leaves enough for the sparsest tiles that could follow."""
+        left, a = t - piece.size, a - self.cost(piece)
+        if left < 0 or a < 0:
+            return False
+        for short in self.short if left else ():
+            if short is not piece:
+                count = min(left, short.size)
+                left, a = left - count, a - count * self.cost(short) // short.size
+            if a < 0 or not left:
+                return a >= 0
+        return left * min([self._end(p, 1, False) for p in self.long], default=0) <= a
+
+    def _two_ends(self, piece: Piece, t: int, a: int) -> list[Piece]:
+        """The dense end of ``piece``, and sparse tiles: whole short pieces, and the head of ``piece``."""
+        pieces: list[Piece] = []
+
+        def whole(index: int) -> None:
+            nonlocal t, a
+            pieces.append(self._pop(index))
+            t, a = t - pieces[-1].size, a - self.cost(pieces[-1])
+
+        taken = -1
+        while taken != len(pieces) and self.short:  # whole short pieces instead of the head
+            taken, n = len(pieces), min(t, piece.size)
+            spare = t - self._solve(piece, piece, n, a)
+            room = max(1, spare // 2)  # with sparser tiles the dense end is larger: solve again
+            while room > 0 and self.short and self.short[0].size <= spare and self._reaches(piece, self.short[0], t, a):
+                room, spare = room - self.short[0].size, spare - self.short[0].size
+                whole(0)
+        while t:
+            n = min(t, piece.size)
+            x = self._solve(piece, piece, n, a)
+            off = self._end(piece, x, True) + self._end(piece, n - x, False) - a
+            others = [*self.short[:_NEAR], *self.long]
+            if n == t and (off * 1000 <= self.mean * PERMILLE or not others):
+                x = self._round(piece, x, t, a, abs(off), whole)
+                pieces += [piece.take(x, not piece.of.dense_first), piece.take(t - x, piece.of.dense_first)]
+                break
+            # The piece is too small, or too dense even at its head: the sparsest of the other pieces.
+            sparse = min(others, key=lambda p: ((self._end(p, min(t, p.size), False) << 10) // min(t, p.size), p.lo))
+            self._remove(sparse)
+            if sparse.size <= t and (self._reaches(piece, sparse, t, a) or sparse.size + piece.size < t):
+                pieces.append(sparse)
+                t, a = t - sparse.size, a - self.cost(sparse)
+                continue
+            x = max(self._solve(piece, sparse, t, a), t - sparse.size)
+            pieces += [piece.take(x, not piece.of.dense_first), sparse.take(t - x, sparse.of.dense_first)]
+            self._keep(sparse)
+            break
+        self._keep(piece)
+        return [p for p in pieces if p.size]
+
+    def _reaches(self, piece: Piece, first: Piece, t: int, a: int) -> bool:
+        """Whether ``first``, and then the dense end of ``piece``, cost at least ``a``."""
+        left = t - first.size
+        return left >= 0 and self._end(piece, min(left, piece.size), True) >= a - self.cost(first)
+
+    def _solve(self, dense: Piece, sparse: Piece, t: int, a: int) -> int:
+        """The two equations: how many of ``t`` tiles come from the dense end, so that all cost about ``a``."""
+
+        def excess(x: int) -> int:
+            return self._end(dense, x, True) + self._end(sparse, t - x, False) - a
+
+        low, high = 0 if dense is sparse else max(0, t - sparse.size), min(t, dense.size)
+        if high <= low or excess(low) >= 0:
+            return min(low, high)
+        while low + 1 < high:
+            x = (low + high) // 2
+            low, high = (x, high) if excess(x) <= 0 else (low, x)
+        return low if -excess(low) <= excess(high) else high
+
+    def _round(self, piece: Piece, x: int, t: int, a: int, off: int, whole: Callable[[int], None]) -> int:
+        """``x``, or one tile more or less, with another whole short piece if the cost comes closer to ``a``."""
+        best = None
+        for index, short in enumerate(self.short[:_NEAR] if off * 4000 > self.mean * PERMILLE else ()):
+            for y in range(max(0, x - 1), min(x + 1, t - short.size, piece.size) + 1):
+                ends = self._end(piece, y, True) + self._end(piece, t - y - short.size, False)
+                if abs(ends + self.cost(short) - a) < off:
+                    best, off = (index, y), abs(ends + self.cost(short) - a)
+        if best is None:
+            return x
+        whole(best[0])
+        return best[1]
+
+    def _nearest(self, t: int, a: int, first: bool) -> int | None:
+        """The index of the short piece that a rank without long pieces takes next: at first the densest that fits, then
+        one whose mean cost is nearest to the mean cost of what is missing."""
+        if first:
+            fitting = (i for i in reversed(range(len(self.short))) if self._fits(self.short[i], t, a))
+            return next(fitting, None)
+        near = [i for i in self._around(t, a) if self._fits(self.short[i], t, a)]
+        return min(near, key=lambda i: abs(self.means[i] * t - a), default=None)
+
+    def _rest(self, t: int, a: int) -> list[Piece]:
+        """The last ``t`` tiles: both ends of the smallest short piece whose ends can cost ``a``."""
+
+        def off(i: int) -> tuple[int, int]:
+            low, high = (self._end(self.short[i], t, dense) for dense in (False, True))
+            least = max(0, low - a, a - high)
+            return least if least * 2000 > self.mean * PERMILLE else 0, self.short[i].size
+
+        large = [i for i in self._around(t, a) if self.short[i].size >= t]
+        if not large:  # the piece with the nearest mean cost, and more
+            index = min(range(len(self.short)), key=lambda i: abs(self.means[i] * t - a))
+            if self.short[index].size <= t:
+                piece = self._pop(index)
+                return [piece, *self.fill(t - piece.size, a - self.cost(piece))]
+            large = [index]
+        piece = self._pop(min(large, key=off))
+        x = self._solve(piece, piece, t, a)
+        pieces = [piece.take(x, not piece.of.dense_first), piece.take(t - x, piece.of.dense_first)]
+        self._keep(piece)
+        return [p for p in pieces if p.size]
+
+    def _around(self, t: int, a: int) -> range:
+        """The indices of short pieces whose mean cost is near ``a / t``."""
+        at = bisect_left(self.means, a // t)
+        return range(max(0, at - _NEAR), min(len(self.short), at + _NEAR))
+
+    def _pop(self, index: int) -> Piece:
+        self.means.pop(index)
+        return self.short.pop(index)
+
+    def _remove(self, piece: Piece) -> None:
+        if piece in self.long:
+            self.long.remove(piece)
+        else:
+            self._pop(self.short.index(piece))
+
+    def _keep(self, piece: Piece) -> None:
+        """Put what is left of ``piece`` back."""
+        if not piece.size:
+            return
+        if self._is_long(piece):
+            self.long.append(piece)
+        else:
+            index = bisect_left(self.means, self._mean(piece))
+            self.means.insert(index, self._mean(piece))
+            self.short.insert(index, piece)
