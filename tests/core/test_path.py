@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections import Counter
@@ -71,11 +72,14 @@ def profile(call: Callable[[], Any]) -> tuple[int, list[str], list[str]]:
 
     for _ in range(3):
         call()
+    gc.collect()
+    gc.disable()  # the end of other tests' objects would be counted
     sys.setprofile(note)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return len(calls), calls, to_backend
 
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import seqpar
 import seqpar.hf
 from seqpar.hf import forward
-from seqpar.hf.batch import shard_for_rank
+from seqpar.hf.batch import Cut, shard_for_rank
 
 from ..fake_cuda import fake_cuda
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
@@ -33,7 +33,7 @@ def test_a_model_and_its_loss_read_nothing_back(strategy: str) -> None:
         mesh = seqpar.init_mesh(**sizes, device_type="cpu")
         ids = torch.arange(131)[None]
         batch = {"input_ids": ids % 64, "labels": ids % 64, "position_ids": ids % 50}  # documents of 50 tokens
-        local = shard_for_rank(batch, 8, dist.get_rank(), "zigzag")
+        local = shard_for_rank(batch, Cut(8, "zigzag"), dist.get_rank())
         # Without gradients the loss is read to check it, and fake tensors have no subclasses for missing logits.
         unread = mock.patch.multiple(forward, check_loss=mock.DEFAULT, MissingLogits=mock.DEFAULT)
         with fake_cuda(), torch.no_grad(), unread:
