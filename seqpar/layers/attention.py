@@ -102,9 +102,9 @@ class AttentionLayer(nn.Module):
         group: the ranks that the sequence is sharded over, as a ProcessGroup. With neither, the ranks of the
             ``sharding`` that the layer is called with, or the default group. "tp_sp" does not take the sharding's
             ranks, because its weights are sharded when the layer is made.
-        layout: how the tokens are sharded: "contiguous", "zigzag" or "striped". By default the layout of the
-            ``sharding`` that the layer is called with. Over several ranks one of the two must be given, except for
-            "tp_sp" over the tensor-parallel ranks alone, whose layout is then "contiguous".
+        layout: how the tokens are sharded: "contiguous", "zigzag", "striped" or a ``seqpar.Assigned``. By default the
+            layout of the ``sharding`` that the layer is called with. Over several ranks one of the two must be given,
+            except for "tp_sp" over the tensor-parallel ranks alone, whose layout is then "contiguous".
         bias: whether the q, k and v projections have biases (Qwen 2).
         out_bias: whether the output projection has a bias; the same as ``bias`` by default.
         qk_norm: RMS-normalise each head of q and k before the rotary embedding (Qwen 3, Gemma 3).

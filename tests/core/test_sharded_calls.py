@@ -312,7 +312,9 @@ def test_a_shard_of_another_length_raises_alone(pool: Pool) -> None:
     assert "this rank holds 2 tokens" in pool.run(4, one_rank_raises, deadline_s=20)[1]
 
 
-def test_a_new_length_compiles_nothing_again() -> None:
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_new_length_compiles_nothing_again(assigned: bool) -> None:
+    """Nor do other ranges for each rank."""
     layer = make_layer("ring")
     torch._dynamo.reset()
 
@@ -322,7 +324,8 @@ def test_a_new_length_compiles_nothing_again() -> None:
 
     compiled = torch.compile(block, backend="eager", dynamic=True)  # the layer's rotary embedding is "dynamic"
     for length in (8, 8, 16, 24):
-        x, sharding = torch.randn(1, length, HIDDEN, dtype=torch.float64), Sharding(length)
+        x = torch.randn(1, length, HIDDEN, dtype=torch.float64)
+        sharding = Sharding(length, seqpar.Assigned([[range(length)]]) if assigned else "zigzag")
         with torch._dynamo.config.patch(error_on_recompile=True):
             assert torch.equal(compiled(x, sharding), block(x, sharding))
 
