@@ -20,9 +20,9 @@ Whole short documents, the sparsest first, take the place of the head as far as 
 *Levelling.* Tiles are coarse, so some ranks are left with a few percent too many pairs. They swap tiles with ranks that
 have too few, wherever that adds the fewest rows.
 
-Similar are the heap of MagiAttention's dispatch solver (Zewei et al., 2025), which gives chunks of equal size to the
-rank with the least work, the exchange of chunks in FlashMask's (Wang et al., 2025) context parallelism, and dynamic
-context parallelism in Megatron (2026). They count pairs, and not rows.
+Other layouts count pairs and not rows: the heap of MagiAttention (Tao and Huang, 2025) gives chunks of equal size to
+the rank with the least work, FlashMask (Wang et al., 2024) then exchanges chunks, WLB-LLM (Wang et al., 2025,
+arXiv:2503.17924) cuts every document into zigzag, and Megatron gives a document as many ranks as its length asks for.
 
 All numbers are integers, so every rank and machine finds the same layout.
 """

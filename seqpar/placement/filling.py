@@ -11,7 +11,7 @@ _NEAR = 12  # pieces that are compared for one choice
 _DEEP = 4  # tiles at the dense end by which long pieces are compared: the last tile may hold another document
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Component:
     """The tiles ``lo <= i < hi`` of one component. Its dense end is its last tiles, or its first."""
 
@@ -20,7 +20,7 @@ class Component:
     dense_first: bool
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Piece:
     """Tiles ``lo <= i < hi`` of a component: of a rank, or not yet given to one."""
 
