@@ -30,7 +30,7 @@ demo: $(READY)
 	$(BIN)/seqpar demo
 
 # Every test, in two processes (pytest-xdist): ranks wait for one another much of the time. Files in conftest.py's order.
-# About 8 minutes on two cores, with the installation.
+# About 12 minutes on two cores, with the installation.
 test: $(READY)
 	$(PYTEST) $(IN_TWO) $(PYTEST_ARGS)
 
