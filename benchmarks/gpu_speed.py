@@ -252,7 +252,7 @@ def flex(work: Work, causal: bool) -> dict[str, Call]:
 
 
 def check_agreement(rows: Rows, label: str, results: dict[str, Any]) -> None:
-    """Compare the results of all calls with those of the first one, by norm: tensors, or lists of tensors."""
+    """Compare the results of each call, a tensor or a list of tensors, with the first call's results, by norm."""
     first: list[Tensor] = []
     for name, result in results.items():
         found = [x for x in (result if isinstance(result, list | tuple) else [result]) if x.dim() == 4]

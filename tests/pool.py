@@ -105,8 +105,8 @@ class Pool:
                 group of those ranks.
             args, kwargs: further arguments of ``body``.
             deadline_s: how many seconds all ranks have to return; ``self.deadline_s`` by default.
-            shared_memory: whether attention's messages are sent through shared memory. The default is gloo, whose
-                operations are those of a cluster.
+            shared_memory: whether attention's messages are sent through shared memory. The default is gloo,
+                which runs the operations that a cluster runs.
 
         Raises:
             WorkerError: a rank raised an error, ended or missed the deadline.

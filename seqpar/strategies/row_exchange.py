@@ -180,7 +180,7 @@ def _keys(by_row: Sequence[Tensor], batch: int) -> Tensor:
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """The rows of ``halo``: those of all runs of this rank one after another, each behind its ``width`` rows before.
+    """The rows of ``halo``: all runs of this rank one after another, each behind the ``width`` rows before the run.
 
     Attributes:
         rows: the result has the rows ``[b * length]``.
