@@ -137,10 +137,11 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         yield "encoder-decoder models attend across two sequences; give a decoder or an encoder"
     text = text_model(model)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    supported = _LAYER_TYPES + (_MIXER_TYPES if of_mixer_files(text) else ())
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
-        if layer_type not in _LAYER_TYPES and not (layer_type in _MIXER_TYPES and of_mixer_files(text)):
-            supported = ", ".join(_LAYER_TYPES)
-            yield f"layer {i} is of type {layer_type!r}; only {supported} can be sharded along the sequence"
+        if layer_type not in supported:
+            names = ", ".join(supported)
+            yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence"
     loss = getattr(model, "loss_type", None)
     # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type, but it may use the loss
     # function in its forward, or in the forward of a parent class.
