@@ -80,7 +80,11 @@ def begin() -> None:
     if own_entry.written:  # by a wait that has failed
         own_entry.remove()
     if _unfinished and dist.group.WORLD is not None:
-        for pending in _unfinished.pop(dist.group.WORLD, ()):
+        left = _unfinished.pop(dist.group.WORLD, ())
+        for pending in (x for others in _unfinished.values() for x in others):
+            pending.drop()  # the default group that it belongs to has been destroyed
+        _unfinished.clear()
+        for pending in left:
             pending.finish()
 
 
@@ -162,6 +166,10 @@ class Pending:
     def __del__(self) -> None:
         if self._works and dist.group.WORLD is not None:
             _unfinished.setdefault(dist.group.WORLD, []).append(self)
+
+    def drop(self) -> None:
+        """Free the buffers without waiting: the ranks of the messages are gone."""
+        self._works, self._buffers = (), ()
 
     def finish(self) -> None:
         """Wait, and let later messages use the memory."""
