@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -98,6 +99,8 @@ def test_kinds_of_mixers(pool: Pool, model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model(pool: Pool, model: str) -> None:
     """Each batch, layout and strategy at least once; on 3 ranks heads are divided unevenly."""
+    if not hasattr(transformers, MODELS[model]):
+        pytest.skip(f"transformers {transformers.__version__} has no {MODELS[model]}")
     check(pool, 2, [Case(model, "plain", "ulysses", "contiguous"), Case(model, "left", "ring", "striped")])
     check(pool, 3, [Case(model, "packed", "ring", "zigzag"), Case(model, "packed", "ulysses", "striped")])
 
