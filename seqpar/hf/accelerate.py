@@ -295,7 +295,8 @@ def count_sequences_once(trainer: Trainer, sequence_ranks: int) -> None:
 
     def get_total_train_batch_size(args: Any) -> int:
         # transformers divides by its own ``get_tp_size()``; those ranks are among the ranks of a sequence.
-        return cls.get_total_train_batch_size(trainer, args) * trainer.get_tp_size() // sequence_ranks
+        count: int = cls.get_total_train_batch_size(trainer, args) * trainer.get_tp_size() // sequence_ranks
+        return count
 
     def mean_num_items(batch_samples: Any, device: Any) -> Any:
         with replaced(trainer.args, average_tokens_across_devices=False):

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..base.checks import no_compile
 from ..comm.collectives import all_gather, sum_shards
@@ -26,6 +25,7 @@ from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, summed_cross_entropy
 from .state import Forward, Patch, current_forward
+from .support import default_loss
 
 _ROUTER_LOSS = "load_balancing_loss_func"
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
@@ -46,8 +46,7 @@ class TokenLoss:
 
     @no_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        default = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "ForCausalLM")
-        if self.user_loss is None or self.user_loss is default:
+        if self.user_loss is None or self.user_loss is default_loss(self.model):
             return self._cross_entropy(*args, **kwargs)
         return self._call_user_loss(self.user_loss, *args, **kwargs)
 
