@@ -186,6 +186,11 @@ def check_losses(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Re
             batches: Any = "per_rank" if how == "per_rank" else "shared"
             model = seqpar.hf.parallelize(MODELS[name](), group=group, batches=batches)
         outer: Any = DistributedDataParallel(model, process_group=group) if how == "ddp" else model
+        if how == "evaluated":
+            with torch.inference_mode():
+                assert model(**given).loss.item() == pytest.approx(expected.loss, abs=LOSS * abs(expected.loss)), name
+            seqpar.hf.restore(model)
+            continue
         if how == "shard_batch":
             given = seqpar.hf.shard_batch(given, group=group)
         loss = outer(**given).loss
@@ -207,6 +212,7 @@ RIGHT = [
     *(("module", "", how) for how in ("ddp", "per_rank")),
     *(("plain", batch, "") for batch in ("no labels", "divisor 0")),
     ("plain", "no labels", "ddp"),
+    *((name, "", "evaluated") for name in ("passes on experts", "plain")),
 ]
 
 
@@ -220,7 +226,7 @@ OWN = "returned a loss of its own, or added a term.* model.loss_function = f .*m
 CHANGED = "loss function with other labels than it was given"
 REFUSED = {
     **{(name, how): OWN for name in ("own", "adds", "adds in place") for how in ("", "evaluated")},
-    ("adds experts", ""): OWN,
+    **{("adds experts", how): OWN for how in ("", "evaluated")},
     ("replaced", ""): OWN,
     ("replaced", "after"): OWN,
     ("predicts two", ""): CHANGED,
