@@ -284,7 +284,7 @@ def _find_loss(root: PreTrainedModel, arguments: dict[str, Any], functions: _Tok
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(args)
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     for module in root.modules():
         if isinstance(module, PreTrainedModel):
@@ -561,7 +561,7 @@ class _TokenwiseFunctions(TorchFunctionMode):
             call.apply_defaults()
             logits, labels, *options = call.args
             if options == _NO_OPTIONS:
-                self.cross_entropies.append((torch.zeros(()), logits, labels))
+                self.cross_entropies.append((torch.zeros((), device="cpu"), logits, labels))
                 return self.cross_entropies[-1][0]
         result = func(*args, **kwargs)
         if func is torch.arange and self.last_index is not None and result.shape == (self.length,):
