@@ -282,19 +282,19 @@ def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
 
 
 def count_sequences_once(trainer: Trainer, sequence_ranks: int) -> None:
-    """Make the losses and counts of ``trainer`` those of ranks with different batches.
+    """Make ``trainer`` count the sequence of several ranks once, in its losses and in its batch size.
 
-    With ``average_tokens_across_devices``, a Trainer divides losses by the labels of all processes, and multiplies them
-    by the number of processes. This is right only for terms that are divided by the labels (a router's loss is not),
-    and if ``compute_loss`` multiplies. Here losses are divided by the mean number of labels of a process instead, and
-    nothing multiplies them.
+    With ``average_tokens_across_devices``, a Trainer divides a loss by the number of labels of all processes, and
+    multiplies it by the number of processes. A term that is not divided by the labels, such as a router's loss, would
+    be too large, and so would any term be too small if a subclass's ``compute_loss`` does not multiply. Instead, losses
+    are divided by the mean number of labels of a process, and multiplied by nothing.
     """
     if sequence_ranks == 1:
         return
     cls = type(trainer)
 
     def get_total_train_batch_size(args: Any) -> int:
-        # transformers divides by its own ``get_tp_size()``; those ranks are among the ranks of a sequence.
+        # transformers has divided by the ranks of its tensor parallelism, which ``sequence_ranks`` counts too.
         count: int = cls.get_total_train_batch_size(trainer, args) * trainer.get_tp_size() // sequence_ranks
         return count
 

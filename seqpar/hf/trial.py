@@ -84,7 +84,7 @@ class Trial:
         self.counter: tuple[str, str] | None = None
         self.own_positions = False  # whether the positions of the model are not 0, 1, 2, ... without position_ids
         self.longest: int | None = None  # the longest rows in which no output depends on the index; None: any rows
-        self.records = True  # False in the last two runs
+        self.records = True  # False in the last three runs
         self.counts_only = False  # whether a run looks only for modules that count tokens
         self.loss = Loss(function_of(root.forward))
         self.error: Exception | None = None  # what ended the trial run
@@ -299,7 +299,8 @@ def _find_loss(root: PreTrainedModel, arguments: dict[str, Any], functions: _Tok
         loss, logits = (output if isinstance(output, tuple) else output.to_tuple())[:2]
     except Exception:  # a loss that these labels do not fit
         return Loss(forward, bool(calls))
-    if not calls and len(found) == 1 and found[0][0] is loss:
+    per_token = isinstance(logits, Tensor) and logits.dim() == 3
+    if per_token and not calls and len(found) == 1 and found[0][0] is loss:
         for shift in (0, 1):
             inputs = logits[:, : logits.shape[1] - shift].flatten(0, 1), labels[:, shift:].flatten()
             if all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(inputs, found[0][1:], strict=True)):
