@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 PERMILLE = 19  # by how much a rank's pairs, or tokens, may exceed the mean
 _NEAR = 12  # pieces that are compared for one choice
+_FEWEST = 8  # short pieces for a rank, at least
 _DEEP = 4  # tiles at the dense end by which long pieces are compared: the last tile may hold another document
 
 
@@ -79,15 +80,13 @@ class _Filler:
         return piece.size > self.tiles or self.cost(piece) > self.mean
 
     def _merged(self, short: Iterable[Piece]) -> list[Piece]:
-        """Sparse neighbours as one piece: fewer ranges, in which a cut costs few rows."""
-        merged, before = list[Piece](), False
+        """Small neighbours as one piece: fewer ranges, and a cut between two of them costs no rows."""
+        merged = list[Piece]()
         for piece in short:
-            sparse = self.cost(piece) * self.tiles * 8 <= self.mean * piece.size
-            if before and sparse and merged[-1].hi == piece.lo and (piece.hi - merged[-1].lo) * 8 <= self.tiles:
+            if merged and merged[-1].hi == piece.lo and (piece.hi - merged[-1].lo) * _FEWEST <= self.tiles:
                 lo = merged.pop().lo
                 piece = Piece(lo, piece.hi, Component(lo, piece.hi, False))
             merged.append(piece)
-            before = sparse
         return merged
 
     def cost(self, piece: Piece) -> int:
