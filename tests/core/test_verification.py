@@ -31,6 +31,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(TOKENS, 16)
         self.stem, self.qkv, self.head = nn.Linear(16, 16), nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+        self.key_bias = nn.Parameter(torch.randn(2, 8))  # its gradient is zero, but for rounding
         self.dropout = nn.Dropout(0.5)
         self.shifts = self.pools = False
 
@@ -48,6 +49,7 @@ class Decoder(nn.Module):
         if shards_after_stem:
             x = sharding.shard(x)
         q, k, v = self.qkv(x).unflatten(2, (3, 2, 8)).unbind(2)
+        k = k + self.key_bias
         strategy: Any = "local" if sharding is None else "ring"
         if mask is LOCAL:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -123,6 +125,12 @@ class Run:
             seqpar.sync_gradients(self.model, group=self.group, reduce="sum")
         elif mistake not in ("not averaged", "shares, not summed", "wrapper that sums", "FSDP2"):
             seqpar.sync_gradients(self.model, group=self.group)
+        if mistake == "two factors":
+            for factor, weight in enumerate([self.plain.head.weight, self.plain.stem.weight], start=2):
+                assert weight.grad is not None
+                weight.grad.mul_(factor)
+        if mistake == "no gradient" and self.group.rank() == 1:
+            self.plain.head.weight.grad = None
         return loss
 
 
@@ -148,6 +156,8 @@ MISTAKES = {
     "divisor 3": "the loss divides by another number",
     "not replaced": "the step computed no attention of seqpar",
     "counted": "the ignore_index of the reference",
+    "two factors": "it is 3 times one device's",
+    "no gradient": "it has no gradient",
 }
 
 

@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import time
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from ...verification import VerificationError, tolerance_of
+from ...verification import Difference, VerificationError, VerificationReport, exchange, tolerance_of
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
-from .comparison import Difference, FullBatch
+from .comparison import FullBatch
 from .recording import LIBRARIES, unsharded_parameters
-from .run import DEADLINE_S, VerificationReport, exchange, verify
+from .run import verify
 
 _log = logging.getLogger("seqpar")
 
@@ -108,8 +107,8 @@ class _Monitor:
         parameters = unsharded_parameters(root).items()
         norms = {n: p.grad.detach().double().norm() for n, p in parameters if p.grad is not None}
         values = torch.stack([*norms.values()]).tolist() if norms else []
-        by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
-        ranks = [dict(rank[0]) for rank in by_rank]
+        by_rank = exchange([*zip(norms, values, strict=True)], patch.group)
+        ranks = [dict(rank) for rank in by_rank]
         tolerance, nan = tolerance_of(root), float("nan")
         why = "it differs between the ranks: the ranks' gradients were not averaged"
         for name in dict.fromkeys(name for rank in ranks for name in rank):
@@ -118,7 +117,9 @@ class _Monitor:
             if error > tolerance:
                 found = Difference("gradient", name, "", (), tuple(range(patch.ranks)), error, tolerance, why)
                 how = patch.settings.strategy, str(patch.settings.layout)
-                raise VerificationError(VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, *how))
+                raise VerificationError(
+                    VerificationReport((found,), nan, nan, len(norms), patch.ranks, 0, seq_len, *how)
+                )
 
     def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The full batch: all-gathered if the model was called with this rank's part."""
