@@ -338,7 +338,6 @@ def loss_difference(loss: float, expected: float, tolerance: float) -> list[Diff
 
 
 def _other_losses(losses: Sequence[float], tolerance: float) -> tuple[int, ...]:
-    """The ranks whose loss is not rank 0's."""
     return tuple(i for i, x in enumerate(losses) if loss_difference(x, losses[0], _OF_LOSS * tolerance))
 
 
@@ -523,7 +522,6 @@ def _error(numbers: Sequence[float], least: float = 0.0) -> float:
 
 
 def _ratio(numbers: Sequence[float]) -> float:
-    """The factor by which ``e`` comes closest to ``a``."""
     return numbers[2] / numbers[1] if numbers[1] else math.inf
 
 

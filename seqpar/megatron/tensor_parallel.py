@@ -292,7 +292,6 @@ def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -
 
 
 def _default_context(mesh: DeviceMesh | None) -> str:
-    """The strategy that follows from the sizes of a mesh's ring and ulysses dimensions."""
     names = mesh.mesh_dim_names or () if mesh is not None else ()
     ring, ulysses = (mesh is not None and name in names and mesh[name].size() > 1 for name in ("ring", "ulysses"))
     if ring and ulysses:

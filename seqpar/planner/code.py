@@ -181,7 +181,6 @@ def code(
 
 
 def _memory(switches: Switches) -> str:
-    """The switches as a ``seqpar.Memory``, or nothing if none is in use."""
     values = {
         "tiled_mlp": TILE_TOKENS if switches.tiled_mlp else 0,
         "head_groups": switches.head_groups if switches.head_groups > 1 else 0,
@@ -193,5 +192,4 @@ def _memory(switches: Switches) -> str:
 
 
 def _torchrun(ranks: int, per_host: int) -> str:
-    """The command that starts a program on so many ranks."""
     return f"torchrun --nnodes {-(-ranks // per_host)} --nproc-per-node {min(ranks, per_host)}"

@@ -265,7 +265,6 @@ class AttentionPlan:
         return False
 
     def _distances(self, index: int) -> tuple[int, int]:
-        """The distance to the owner of a step's keys, in a ring: in hosts, and in ranks inside a host."""
         first = (self.per_host + 1) // 2  # steps of the own host that come first
         inter_host_steps = (self.hosts - 1) * self.per_host
         if index < first:

@@ -319,7 +319,6 @@ class _Verification:
 
 
 def _wrapped_over(group: ProcessGroup | None, model: nn.Module) -> bool:
-    """Whether DDP or FSDP in ``model`` averages over the ranks of ``group``."""
     if group is None:
         return True
     wrappers = (m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel))
@@ -358,7 +357,6 @@ def _weight_sums(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
 
 
 def _other_path(descriptions: Sequence[str]) -> Difference:
-    """``descriptions[rank]`` says what a rank runs."""
     ranks = _minority(descriptions)
     here = descriptions[ranks[0]]
     elsewhere = next(x for rank, x in enumerate(descriptions) if rank not in ranks)
