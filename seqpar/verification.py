@@ -121,7 +121,7 @@ class VerificationReport:
         differences: the differences from one device, in the order of a training step.
         loss: the loss of the sharded model, the mean over the ranks; NaN if it was not computed.
         expected_loss: the loss on one device; NaN if it was not computed.
-        compared: the number of parameters whose gradients were compared.
+        compared: the number of trainable parameters, whose gradients were compared.
         ranks: the number of ranks; in ``seqpar.hf``, of the ranks that the sequence is sharded over.
         layers: in ``seqpar.hf``, the number of attention layers that were compared.
         seq_len: in ``seqpar.hf``, the number of tokens of the full sequence.
@@ -242,6 +242,11 @@ def tolerance_of(model: nn.Module) -> float:
     return max((TOLERANCE[dtype] for dtype in dtypes), default=TOLERANCE[torch.float32])
 
 
+def trainable(model: nn.Module) -> int:
+    """The number of parameters that a training step gives gradients."""
+    return sum(p.requires_grad for p in model.parameters())
+
+
 def _compare(
     model: nn.Module,
     step: Step,
@@ -284,8 +289,7 @@ def _compare(
     if differences and not found:
         cause = cause or _cause_of_another_function(losses, bool(asked), bool(done.backends), tolerance)
         differences[0] = differences[0].because(cause)
-    compared = len({**ours.gradients, **theirs.gradients})
-    return VerificationReport((*found, *differences), loss, expected_loss, compared, ranks)
+    return VerificationReport((*found, *differences), loss, expected_loss, trainable(model), ranks)
 
 
 def _call(step: Step, model: nn.Module) -> Callable[[], Any]:

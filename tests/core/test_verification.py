@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
@@ -123,7 +123,7 @@ class Run:
                 dist.all_reduce(p.grad, group=self.group)
         elif mistake == "shares, summed":
             seqpar.sync_gradients(self.model, group=self.group, reduce="sum")
-        elif mistake not in ("not averaged", "shares, not summed", "wrapper that sums", "FSDP2"):
+        elif mistake not in ("not averaged", "shares, not summed", "wrapper that sums", "FSDP1", "FSDP2"):
             seqpar.sync_gradients(self.model, group=self.group)
         if mistake == "two factors":
             for factor, weight in enumerate([self.plain.head.weight, self.plain.stem.weight], start=2):
@@ -164,12 +164,15 @@ MISTAKES = {
 @on_ranks
 def reports(group: ProcessGroup, seed: int) -> dict[str, tuple[bool, str]]:
     found = {}
-    for name in ("", "stem", "DDP", "FSDP2", "shares, summed", *MISTAKES):
+    for name in ("", "stem", "DDP", "FSDP1", "FSDP2", "shares, summed", *MISTAKES):
         run = Run(group, seed, name)
         if name in ("DDP", "averaged", "wrapper that sums"):
             run.model = wrapper = DistributedDataParallel(run.plain, process_group=group)
             if name == "wrapper that sums":
                 sum_gradients(wrapper, group)
+        if name == "FSDP1":
+            cpu = torch.device("cpu")
+            run.model = FullyShardedDataParallel(run.plain, group, device_id=cpu, use_orig_params=True)
         if name == "FSDP2":
             fully_shard(run.plain, mesh=DeviceMesh.from_group(group, "cpu"))
         before = [p.grad for p in run.plain.parameters()]

@@ -35,6 +35,7 @@ from ...verification import (
     loss_difference,
     run_step,
     tolerance_of,
+    trainable,
 )
 from ..batch import checksum
 from ..loss import reduce_over_ranks
@@ -190,8 +191,7 @@ class _Verification:
         strategy, layout, _ = by_rank[0]  # rank 0's, on every rank
         loss = sum(x for *_, x in by_rank) / self.patch.ranks
         differences.sort(key=lambda d: d.order)
-        compared = len({**theirs.result.gradients, **ours.result.gradients})
-        sizes = compared, self.patch.ranks, len(self.layers), self.batch.seq_len
+        sizes = trainable(self.model), self.patch.ranks, len(self.layers), self.batch.seq_len
         return VerificationReport(tuple(differences), loss, theirs.result.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
