@@ -6,7 +6,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -142,12 +142,12 @@ class RankTimeline:
         timeline.compute(name, elements * self._tokens * ELEMENT_BYTES / self.setting.hardware.memory_bandwidth)
 
 
-def attention_seconds(setting: Setting, backward: bool = True) -> float:
-    """Seconds of attention alone on the slowest rank: of forward, and with ``backward`` of forward and backward."""
+def attention_seconds(setting: Setting, passes: Sequence[str] = ("forward", "backward")) -> float:
+    """Seconds of the attention of one layer by itself, on the slowest rank."""
     rank, seconds = RankTimeline(setting), 0.0
-    for is_backward in (False, True) if backward else (False,):
+    for name in passes:
         timeline = Timeline()
-        rank.attention(timeline, is_backward)
+        rank.attention(timeline, name == "backward")
         seconds += timeline.run().seconds
     return seconds
 

@@ -116,11 +116,6 @@ class AttentionPlan:
         """How many hosts the ring has."""
         return self.sharding.ring // self.per_host
 
-    @property
-    def inter_host_hops(self) -> int:
-        """How many exchanges between hosts there are."""
-        return min(1, self.hosts - 1) if self.gather else self.hosts - 1
-
     def prepare(self) -> AttentionPlan:
         """Plan all steps now, and return the plan."""
         for _ in self:
