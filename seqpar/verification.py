@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from statistics import median
@@ -86,10 +86,6 @@ class Difference:
         """A sort key: differences in the order of a training step."""
         return _KINDS.index(self.kind), self.at
 
-    def because(self, cause: str) -> Difference:
-        """This difference with another cause before its own."""
-        return replace(self, explanation="; ".join(filter(None, [cause, self.explanation])))
-
     def __str__(self) -> str:
         where = f"layer {self.layer!r}, {self.quantity}" if self.layer else self.quantity
         parts = [f"{self.kind}: {where}"]
@@ -123,6 +119,7 @@ class VerificationReport:
         expected_loss: the loss on one device; NaN if it was not computed.
         compared: the number of trainable parameters, whose gradients were compared.
         ranks: the number of ranks; in ``seqpar.hf``, of the ranks that the sequence is sharded over.
+        cause: what the differences have in common, and the probable cause; empty if none is known.
         layers: in ``seqpar.hf``, the number of attention layers that were compared.
         seq_len: in ``seqpar.hf``, the number of tokens of the full sequence.
         strategy, layout: in ``seqpar.hf``, as given to ``parallelize``.
@@ -133,6 +130,7 @@ class VerificationReport:
     expected_loss: float
     compared: int
     ranks: int
+    cause: str = ""
     layers: int = 0
     seq_len: int = 0
     strategy: str = ""
@@ -156,11 +154,11 @@ class VerificationReport:
         losses = f"loss {self.loss:.6f} (one device {self.expected_loss:.6f})"
         if self.ok:
             return f"{name}: equal to one device: {what}, {losses}, {self.compared} gradients"
-        gradients = self.gradients
-        lines = [str(d) for d in self.differences if d not in gradients[_SHOWN:]]
+        others, gradients = [d for d in self.differences if d.kind != "gradient"], self.gradients
+        lines = [*others, *([self.cause] if self.cause else []), *gradients[:_SHOWN]]
         if gradients:
             lines.append(f"the gradients of {len(gradients)} of {self.compared} parameters differ")
-        return "\n".join([f"{name}: not what one device computes: {what}, {losses}", *lines])
+        return "\n".join([f"{name}: not what one device computes: {what}, {losses}", *map(str, lines)])
 
 
 class VerificationError(AssertionError):
@@ -201,6 +199,7 @@ def verify(
             with ``strategy="local"`` for a model with tensor-parallel layers. The names of the parameters are compared.
         tolerance: the largest error that counts as equal, relative to the norm of one device's tensor. By default 1e-6
             for float64, 1e-3 for float32, 2e-2 for float16 and 1e-1 for bfloat16, of the parameters' lowest precision.
+            A gradient of less than a thousandth of the largest one is compared relative to that thousandth.
         raise_on_error: whether to raise an error instead of returning a report that is not ``ok``.
         group: the ranks that train together. By default all ranks.
 
@@ -286,10 +285,11 @@ def _compare(
         loss = expected_loss  # the losses are shares of a sum, and the step sums the gradients
     differences = [*loss_difference(loss, expected_loss, _OF_LOSS * tolerance)]
     differences += sorted(gradients, key=lambda d: -d.error)
-    if differences and not found:
-        cause = cause or _cause_of_another_function(losses, bool(asked), bool(done.backends), tolerance)
-        differences[0] = differences[0].because(cause)
-    return VerificationReport((*found, *differences), loss, expected_loss, trainable(model), ranks)
+    if found:
+        cause = ""  # the rows
+    elif differences and not cause:
+        cause = _cause_of_another_function(losses, bool(asked), bool(done.backends), tolerance)
+    return VerificationReport((*found, *differences), loss, expected_loss, trainable(model), ranks, cause)
 
 
 def _call(step: Step, model: nn.Module) -> Callable[[], Any]:
@@ -395,19 +395,22 @@ def compare_gradients(
     small = (tolerance * least) ** 2  # the square of a norm that is so small that another factor would not show
     every = all(name in pairs or x[1] <= small for name, x in numbers.items())
     times = exchange(ours.loss / theirs.loss if theirs.loss else math.nan, group)
-    cause = _cause_of_gradients(found, every, times, right, tolerance)
-    if missing and not cause:
-        cause = f"only one of the models has a gradient for {', '.join(missing[:_SHOWN])}"
-    return found, cause
+    return found, _cause_of_gradients(found, missing, every, times, right, tolerance)
 
 
 def _cause_of_gradients(
-    found: Sequence[Difference], every: bool, times: Sequence[float], right: dict[int, bool], tolerance: float
+    found: Sequence[Difference],
+    missing: Sequence[str],
+    every: bool,
+    times: Sequence[float],
+    right: dict[int, bool],
+    tolerance: float,
 ) -> str:
     """What the gradients that differ have in common; or "".
 
     Args:
         found: the gradients that differ.
+        missing: the names of gradients that some rank or one device lacks.
         every: whether these are all gradients.
         times: each rank's loss divided by one device's.
         right: for n = 1 and n = the number of ranks, whether the sum of the ranks' gradients over n is one device's.
@@ -453,6 +456,8 @@ def _cause_of_gradients(
             "average them: call seqpar.sync_gradients(model) after backward, or wrap the model in DDP or FSDP over all "
             "ranks"
         )
+    if missing:
+        return f"some rank, or one device, has no gradient for {', '.join(missing[:_SHOWN])}"
     if right[1]:
         return (
             "each rank has a share of the loss and of the gradient, and the step does not sum them: call "

@@ -157,7 +157,7 @@ MISTAKES = {
     "not replaced": "the step computed no attention of seqpar",
     "counted": "the ignore_index of the reference",
     "two factors": "it is 3 times one device's",
-    "no gradient": "it has no gradient",
+    "no gradient": "some rank, or one device, has no gradient for head.weight",
 }
 
 

@@ -141,7 +141,7 @@ class _Verification:
         self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None
     ) -> None:
         self.model, self.root, self.patch = model, root, patch
-        self.layers = attention_layers(root)
+        self.layers, self.cause = attention_layers(root), ""
 
         def header() -> _Header:
             self.batch = FullBatch(batch, patch, root)
@@ -191,7 +191,7 @@ class _Verification:
         strategy, layout, _ = by_rank[0]  # rank 0's, on every rank
         loss = sum(x for *_, x in by_rank) / self.patch.ranks
         differences.sort(key=lambda d: d.order)
-        sizes = trainable(self.model), self.patch.ranks, len(self.layers), self.batch.seq_len
+        sizes = trainable(self.model), self.patch.ranks, self.cause, len(self.layers), self.batch.seq_len
         return VerificationReport(tuple(differences), loss, theirs.result.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
@@ -290,13 +290,13 @@ class _Verification:
         return total if alone else reduce_over_ranks(total, self.patch, self.root)
 
     def _compare(self, ours: Recording, theirs: Recording) -> list[Difference]:
-        tolerance = self.tolerance
+        group, tolerance = self.patch.group, self.tolerance
         found = compare_inputs(ours, theirs, self.batch, self.patch)
         losses = self.patch.ranks if self.patch.settings.gradients == "mean" else 1
         found += compare_tensors(ours, theirs, self.batch, tolerance, losses)
         found += loss_difference(ours.result.loss, theirs.result.loss, tolerance)
-        gradients, cause = compare_gradients(ours.result, theirs.result, tolerance, self.patch.group, self.root.device)
-        return self._merge(found) + [d.because("" if i else cause) for i, d in enumerate(gradients)]
+        gradients, self.cause = compare_gradients(ours.result, theirs.result, tolerance, group, self.root.device)
+        return self._merge(found) + gradients
 
     def _merge(self, found: list[Difference]) -> list[Difference]:
         """The differences on all ranks. In forward and in backward, only the first one."""
