@@ -151,14 +151,15 @@ class VerificationReport:
         if self.seq_len:
             how = f"strategy={self.strategy!r}, layout={self.layout!r}, {self.layers} attention layers"
             name, what = "seqpar.hf.verify", f"{self.seq_len} tokens on {what}, {how}"
-        losses = f"loss {self.loss:.6f} (one device {self.expected_loss:.6f})"
+        if not math.isnan(self.expected_loss):
+            what += f", loss {self.loss:.6f} (one device {self.expected_loss:.6f})"
         if self.ok:
-            return f"{name}: equal to one device: {what}, {losses}, {self.compared} gradients"
+            return f"{name}: equal to one device: {what}, {self.compared} gradients"
         others, gradients = [d for d in self.differences if d.kind != "gradient"], self.gradients
         lines = [*others, *([self.cause] if self.cause else []), *gradients[:_SHOWN]]
         if gradients:
             lines.append(f"the gradients of {len(gradients)} of {self.compared} parameters differ")
-        return "\n".join([f"{name}: not what one device computes: {what}, {losses}", *map(str, lines)])
+        return "\n".join([f"{name}: not what one device computes: {what}", *map(str, lines)])
 
 
 class VerificationError(AssertionError):
@@ -316,7 +317,8 @@ def run_step(step: Callable[[], Any], model: nn.Module) -> StepResult:
     gradients = {}
     for name, p in model.named_parameters():
         if (g := p.grad) is not None:
-            gradients[name] = g.detach().clone() if isinstance(g, DTensor) else g.detach().to("cpu", copy=True)
+            device = g.device_mesh.device_type if isinstance(g, DTensor) else "cpu"  # FSDP may offload its gradients
+            gradients[name] = g.detach().to(device, copy=True)
             p.grad = None
     return StepResult(float(loss.detach() if isinstance(loss, Tensor) else loss), gradients)
 
