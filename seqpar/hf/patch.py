@@ -237,7 +237,6 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
 
 
 def _copy_new_values(original: PreTrainedConfig, ours: PreTrainedConfig, first_values: dict[str, Any]) -> None:
-    """Copy the values that were set in ``ours`` since it had ``first_values``."""
     for name, value in vars(ours).items():
         unchanged = name in first_values and first_values[name] is value
         if name != "_attn_implementation_internal" and not unchanged:
