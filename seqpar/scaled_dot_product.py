@@ -5,11 +5,10 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack
-from types import FrameType
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -51,6 +50,9 @@ _CALLERS = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.back
 # Operators of PyTorch, and operators that packages register with PyTorch, have one of these words in their names if
 # they compute attention.
 _ATTENTION = "attention", "attn"
+# Whether a call is in the forward of reentrant checkpointing. Its backward calls attention again, perhaps after the
+# block, and then with this rank's tokens alone. Other checkpointing notices that.
+_in_reentrant: ContextVar[bool] = ContextVar("seqpar_in_reentrant", default=False)
 _BUILTIN = frozenset(value for name, value in vars(torch).items() if "attention" in name and callable(value))
 
 
@@ -265,9 +267,11 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
         self.masks = mask, _CAUSAL if mask is _FULL else mask & _CAUSAL  # without and with is_causal
         self.modules = None if modules is None else _Modules(modules, self.masks)
         self.calls = 0
+        self._undo = ExitStack()
 
     def __enter__(self) -> replace_sdpa:
         self.calls = 0
+        self._undo.enter_context(replaced(CheckpointFunction, forward=_noted(CheckpointFunction.forward)))
         if self.modules is not None:
             self.modules.watch(lambda: self.calls)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -275,6 +279,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
 
     def __exit__(self, error: Any, *args: Any) -> None:
         super().__exit__(error, *args)  # type: ignore[no-untyped-call]
+        self._undo.close()
         if self.modules is not None:
             self.modules.hooks.close()
             if error is None:
@@ -319,7 +324,8 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
                 f"{query.shape[-2]} queries and {key.shape[-2]} keys: expected this rank's tokens of both; if every "
                 f"rank holds all of these keys, as in a cross-attention, pass replace_sdpa whole_keys=[{key.shape[-2]}]"
             )
-        _check_checkpoint()
+        if not torch.compiler.is_compiling() and _in_reentrant.get():
+            raise ValueError("use_reentrant=True: inside replace_sdpa, pass torch.utils.checkpoint use_reentrant=False")
         self.calls += 1
         return sdpa(
             query,
@@ -432,13 +438,14 @@ def _is_attention(func: Any) -> bool:
     return any(word in name for word in _ATTENTION) and not name.startswith("seqpar.")
 
 
-def _check_checkpoint() -> None:
-    """Raise in the forward of reentrant checkpointing. Its backward calls attention again, perhaps after the block, and
-    then with this rank's tokens alone. Other checkpointing notices that."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
-        return
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise ValueError("use_reentrant=True: inside replace_sdpa, pass torch.utils.checkpoint use_reentrant=False")
-        frame = frame.f_back
+def _noted(forward: Callable[..., Any]) -> Any:
+    """``forward``, the static method of ``CheckpointFunction``, with ``_in_reentrant`` set meanwhile."""
+
+    def noted(*args: Any) -> Any:
+        token = _in_reentrant.set(True)
+        try:
+            return forward(*args)
+        finally:
+            _in_reentrant.reset(token)
+
+    return staticmethod(noted)

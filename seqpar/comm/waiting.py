@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -71,20 +71,20 @@ def run(collective: Callable[..., Any], *args: Any, group: ProcessGroup, **kwarg
             wait_in_parts(work, what)
 
 
-# By default group: messages for which nothing has waited, because of an error.
-_unfinished: MutableMapping[ProcessGroup, list[Pending]] = WeakKeyDictionary()
+# Messages for which nothing has waited, because of an error, each with its default group.
+_unfinished: list[tuple[ref[ProcessGroup], Pending]] = []
 
 
 def begin() -> None:
     """Call this before operations are started: take back what earlier ones have left."""
     if own_entry.written:  # by a wait that has failed
         own_entry.remove()
-    if _unfinished and dist.group.WORLD is not None:
-        left = _unfinished.pop(dist.group.WORLD, ())
-        for pending in (x for others in _unfinished.values() for x in others):
-            pending.drop()  # the default group that it belongs to has been destroyed
+    if _unfinished:
+        left, world = _unfinished.copy(), dist.group.WORLD
         _unfinished.clear()
-        for pending in left:
+        for pending in (x for default_group, x in left if default_group() is not world):
+            pending.drop()  # its default group has been destroyed
+        for pending in (x for default_group, x in left if default_group() is world):
             pending.finish()
 
 
@@ -165,7 +165,7 @@ class Pending:
 
     def __del__(self) -> None:
         if self._works and dist.group.WORLD is not None:
-            _unfinished.setdefault(dist.group.WORLD, []).append(self)
+            _unfinished.append((ref(dist.group.WORLD), self))
 
     def drop(self) -> None:
         """Free the buffers without waiting: the ranks of the messages are gone."""

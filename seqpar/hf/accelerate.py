@@ -17,8 +17,8 @@ TRL, which ``tests/hf/test_accelerate.py`` tests.
 * FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
 * The Trainer divides sums over processes by its ``get_tp_size()`` and by the config's ``cp_size`` and ``sp_size``, and
   TRL divides them by the config's ``tp_size``. All sizes are 1 in the config that an Accelerator keeps.
-* The Trainer divides the number of processes, by which it multiplies losses, by ``get_tp_size()``, because the ranks of
-  a tensor-parallel group have the same batch. So have the ranks of a sequence: ``get_tp_size`` returns their number.
+* If ``average_tokens_across_devices`` is true, the Trainer's ``_get_num_items_in_batch`` returns a sum over processes,
+  and its ``compute_loss`` multiplies losses by the number of processes (``count_sequences_once``).
 * The Trainer prepares a model that is evaluated before it is trained by ``prepare_model(model, evaluation_mode=True)``,
   which marks it as prepared, so that no wrapper is made when it is trained.
 """
@@ -26,8 +26,8 @@ TRL, which ``tests/hf/test_accelerate.py`` tests.
 from __future__ import annotations
 
 import copy
-import inspect
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -47,18 +47,25 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from ..base.checks import check_choice, check_int
+from ..base.replaced import replaced
 from ..memory import Memory
 from ..ranks.mesh import set_timeouts
 from .patch import Arguments, apply
 from .randomness import SeedAlike, SharedRandom
 from .state import Batches, Patch, Settings, patch_of
-from .support import ignores_num_items
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-_OUTSIDE = ("DistillationTrainer", "AsyncDistillationTrainer")  # of TRL: their losses are no function of outputs
+# Classes of TRL by their modules. The losses of the last three are no function of outputs.
+_BASE = "trainer.base_trainer", "_BaseTrainer"
+_SFT = "trainer.sft_trainer", "SFTTrainer"
+_OUTSIDE = (
+    ("trainer.distillation_trainer", "DistillationTrainer"),
+    ("experimental.distillation.distillation_trainer", "DistillationTrainer"),
+    ("experimental.async_distillation.async_distillation_trainer", "AsyncDistillationTrainer"),
+)
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
@@ -120,7 +127,6 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         self.sequence_ranks = 1  # the number of ranks that share a sequence
         self._original = self  # the config that the copy was made from
         self._group: ProcessGroup | None = None  # the ranks that share this rank's sequence
-        self._multiplier = ""  # the class of a Trainer that multiplies losses by the number of all processes
 
     def __repr__(self) -> str:
         return f"ParallelismConfig({', '.join(f'{name}={value!r}' for name, value in self.to_json().items())})"
@@ -146,7 +152,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
             config = self._original._for_accelerator(accelerator, batches)
-        if config.sequence_ranks > 1 and any(c.__name__ in _OUTSIDE for c in _classes_of_trl(trainer)):
+        if config.sequence_ranks > 1 and _is_of_trl(trainer, *_OUTSIDE):
             raise ValueError(
                 f"{type(trainer).__name__}: it computes its loss from parts of the model, outside of the model's "
                 "forward, where each rank has its own tokens only; train with cp_size=1, or use TRL's GKDTrainer"
@@ -156,11 +162,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         prepare_models(accelerator, partial(config._parallelize, trainer=trainer))
         if batches == "shared":
             share_sequences(accelerator, config.sequence_ranks)
-            config._multiplier = ""
-            if trainer is not None and divides_by_tp_size(trainer):
-                vars(trainer)["get_tp_size"] = lambda: config.sequence_ranks
-            elif trainer is not None and trainer.args.average_tokens_across_devices:
-                config._multiplier = type(trainer).__name__
+            if trainer is not None:
+                count_sequences_once(trainer, config.sequence_ranks)
 
     def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
         """The config that ``accelerator`` keeps: a copy with its mesh and sizes, and with a ``cp_size`` of 1."""
@@ -212,14 +215,6 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         ranks, batches = self.sequence_ranks, self.settings.batches
         if ranks > 1 and batches == "shared":
             _check_loss_modules(getattr(trainer, "loss", None), ranks)
-        if self._multiplier and ranks > 1:
-            for root in model.modules():
-                if isinstance(root, PreTrainedModel) and ignores_num_items(root):
-                    raise ValueError(
-                        f"model={type(root).__name__}: its loss is a mean, which {self._multiplier} multiplies by the "
-                        f"number of processes, although {ranks} of them share a sequence; set "
-                        "average_tokens_across_devices=False"
-                    )
         patch = next((p for m in model.modules() if isinstance(p := getattr(m, "_seqpar", None), Patch)), None)
         if patch is None:
             if any(isinstance(m, PreTrainedModel) for m in model.modules()):
@@ -265,8 +260,10 @@ def _check_loss_modules(losses: Any, ranks: int) -> None:
                 )
 
 
-def _classes_of_trl(trainer: Trainer | None) -> list[type]:
-    return [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+def _is_of_trl(trainer: Trainer | None, *classes: tuple[str, str]) -> bool:
+    """Whether ``trainer`` is of one of TRL's ``classes``, of which some may not be imported."""
+    modules = [(sys.modules.get(f"trl.{module}"), name) for module, name in classes]
+    return isinstance(trainer, tuple(getattr(module, name) for module, name in modules if hasattr(module, name)))
 
 
 def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
@@ -274,8 +271,7 @@ def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
 
     These trainers compute rewards and statistics for the samples of each process, and would count equal samples twice.
     """
-    names = {cls.__name__ for cls in _classes_of_trl(trainer)}
-    if not names or "SFTTrainer" in names:
+    if not _is_of_trl(trainer, _BASE) or _is_of_trl(trainer, _SFT):
         return False
     if tuple(map(int, (installed := version("trl")).split(".")[:2])) < (1, 9):
         raise ImportError(
@@ -285,16 +281,42 @@ def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
     return True
 
 
-def divides_by_tp_size(trainer: Trainer) -> bool:
-    """Whether ``trainer`` divides by ``get_tp_size()`` the number of processes, by which it multiplies losses.
+def count_sequences_once(trainer: Trainer, sequence_ranks: int) -> None:
+    """Make ``trainer`` count the sequence of several ranks once, in its losses and in its batch size.
 
-    Without ``average_tokens_across_devices`` it does not multiply losses. Earlier versions of transformers and TRL and
-    some subclasses do not divide.
+    With ``average_tokens_across_devices``, a Trainer divides a loss by the number of labels of all processes, and
+    multiplies it by the number of processes. A term that is not divided by the labels, such as a router's loss, would
+    be too large, and so would any term be too small if a subclass's ``compute_loss`` does not multiply. Instead, losses
+    are divided by the mean number of labels of a process, and multiplied by nothing.
     """
-    methods = [vars(cls)["compute_loss"] for cls in type(trainer).__mro__ if "compute_loss" in vars(cls)]
-    sources = [inspect.getsource(method) for method in methods]
-    multiplies = [source for source in sources if "num_processes" in source or "world_size" in source]
-    return trainer.args.average_tokens_across_devices and all("get_tp_size()" in source for source in multiplies)
+    if sequence_ranks == 1:
+        return
+    cls = type(trainer)
+
+    def get_total_train_batch_size(args: Any) -> int:
+        # transformers has divided by the ranks of its tensor parallelism, which ``sequence_ranks`` counts too.
+        count: int = cls.get_total_train_batch_size(trainer, args) * trainer.get_tp_size() // sequence_ranks
+        return count
+
+    def mean_num_items(batch_samples: Any, device: Any) -> Any:
+        with replaced(trainer.args, average_tokens_across_devices=False):
+            items = cls._get_num_items_in_batch(trainer, batch_samples, device)  # of this process
+        if items is None:
+            return None
+        return trainer.accelerator.gather(items * trainer.get_tp_size()).mean()
+
+    def without_factor(name: str) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with replaced(trainer.args, average_tokens_across_devices=False):
+                return getattr(cls, name)(trainer, *args, **kwargs)
+
+        return step
+
+    methods: dict[str, Any] = {"get_total_train_batch_size": get_total_train_batch_size}
+    if trainer.args.average_tokens_across_devices:
+        methods["_get_num_items_in_batch"] = mean_num_items
+        methods |= {name: without_factor(name) for name in ("training_step", "prediction_step")}
+    vars(trainer).update(methods)
 
 
 def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
@@ -463,6 +485,7 @@ class SequenceParallelMixin(_Mixin):
         config.sequence_ranks = self.args.world_size // _data_parallel(patch, self.args.world_size)
         self.accelerator.state.parallelism_config = config
         share_sequences(self.accelerator, config.sequence_ranks)
+        count_sequences_once(self, config.sequence_ranks)
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -473,16 +496,6 @@ class SequenceParallelMixin(_Mixin):
         super()._track_num_input_tokens(inputs)
         new = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + new // self.accelerator.parallelism_config.sequence_ranks
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """The number of sequences in an optimizer step."""
-        count: int = super().get_total_train_batch_size(args) * self.get_tp_size()
-        count //= self.accelerator.parallelism_config.sequence_ranks
-        return count
-
-    def get_tp_size(self) -> int:
-        """The number of ranks with the same batch, by which the Trainer divides counts and the factor of losses."""
-        return self.accelerator.parallelism_config.sequence_ranks if divides_by_tp_size(self) else 1
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):

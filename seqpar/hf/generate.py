@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..decoding import GrowingBuffer, attend_to_cached
@@ -239,7 +239,7 @@ def _shard_cache(cache: Any, layers: int) -> None:
 
 def _is_shared(layer: Any) -> bool:
     """Whether the cache layer holds no keys, because its attention layer reads another layer's keys."""
-    return type(layer).__name__ == "DummyLayer"
+    return isinstance(layer, DummyLayer)
 
 
 def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int) -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from transformers.loss.loss_utils import LOSS_MAPPING
 
 from ..base.checks import no_compile
 from ..comm.collectives import all_gather, sum_shards
@@ -26,8 +25,10 @@ from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, summed_cross_entropy
 from .state import Forward, Patch, current_forward
+from .support import default_loss
 
 _ROUTER_LOSS = "load_balancing_loss_func"
+_ROUTER_FACTORS = "router_aux_loss_coef", "aux_loss_coef"  # of a model or its config, by which it multiplies that loss
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
 
@@ -46,8 +47,7 @@ class TokenLoss:
 
     @no_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        default = LOSS_MAPPING.get(getattr(self.model, "loss_type", None) or "ForCausalLM")
-        if self.user_loss is None or self.user_loss is default:
+        if self.user_loss is None or self.user_loss is default_loss(self.model):
             return self._cross_entropy(*args, **kwargs)
         return self._call_user_loss(self.user_loss, *args, **kwargs)
 
@@ -182,17 +182,17 @@ def check_loss(loss: Any, forward: Forward) -> None:
     """Raise an error if ``loss``, which the model's forward has returned, was not reduced over the ranks.
 
     ``reduce_over_ranks`` has recorded the reduced terms: the loss of ``TokenLoss`` and the router's loss. The loss may
-    be any function of these terms, but must depend on no other tensor that requires gradients. Without gradients, a
-    loss of one term must have the value of the term.
+    be any function of these terms, but must depend on no other tensor that requires gradients. Without gradients, it
+    must be the loss of ``TokenLoss``, or have the router's loss added to it as transformers adds it.
     """
-    nodes = {id(node) for node, _ in forward.loss_terms}
+    nodes = {id(node) for node, _ in (*forward.loss_terms, *forward.router_terms)}
     if isinstance(loss, Tensor) and loss.grad_fn is not None:
         if nodes and _depends_only_on(loss.grad_fn, nodes):
             return
-    elif isinstance(loss, Tensor):
-        values = [value for _, value in forward.loss_terms]
-        if len(values) > 1 or (values and torch.allclose(loss.to(values[0]), values[0], equal_nan=True)):
-            return
+    elif isinstance(loss, Tensor) and any(
+        torch.allclose(loss.to(value), value, equal_nan=True) for value in _right_values(forward)
+    ):
+        return
     name = type(forward.model).__name__
     raise ValueError(
         f"loss: the forward of {name} returned a loss of its own, or added a term to the loss of self.loss_function. "
@@ -201,6 +201,17 @@ def check_loss(loss: Any, forward: Forward) -> None:
         f"unshifted labels. Or let {name} return no loss, and compute it from the outputs of model(**batch) without "
         "labels, which are full on every rank"
     )
+
+
+def _right_values(forward: Forward) -> list[Tensor]:
+    """The losses that a forward of transformers may return."""
+    if len(forward.loss_terms) != 1:
+        return []
+    model, value = cast(Any, forward.model), forward.loss_terms[0][1]
+    factors = [
+        getattr(x, name, None) or 0.0 for x in (model, model.config.get_text_config()) for name in _ROUTER_FACTORS
+    ]
+    return [value, *(value + factor * x.to(value) for _, x in forward.router_terms for factor in factors)]
 
 
 def _depends_only_on(node: Any, nodes: set[int]) -> bool:
@@ -219,9 +230,12 @@ def _depends_only_on(node: Any, nodes: set[int]) -> bool:
 
 def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
     """The sum of ``local_loss`` over the ranks of the sequence."""
+    return _note(_sum_over_ranks(local_loss, patch), model)
+
+
+def _sum_over_ranks(local_loss: Tensor, patch: Patch) -> Tensor:
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
-    shared = patch.settings.batches != "per_rank"
-    return _note(_sum_over(local_loss, patch.group, patch) if shared else local_loss, model)
+    return local_loss if patch.settings.batches == "per_rank" else _sum_over(local_loss, patch.group, patch)
 
 
 def _sum_over(x: Tensor, group: ProcessGroup | None, patch: Patch) -> Tensor:
@@ -319,7 +333,9 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
         # rank's partial gradient, and the parts of all ranks sum to the loss.
         local_loss = (counts / tokens * (probability / tokens)).sum() * num_experts
-        return reduce_over_ranks(local_loss, patch, forward.model)
+        loss = _sum_over_ranks(local_loss, patch)
+        forward.router_terms.append((loss.grad_fn, loss.detach().clone()))
+        return loss
 
     return load_balancing_loss
 

@@ -165,6 +165,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
         enable_latent_kv(layer)
         patch.undo.callback(disable_latent_kv, layer)
     for root, trial in trials.items():
+        root._seqpar_loss = trial.loss
+        patch.undo.callback(delattr, root, "_seqpar_loss")
         _register_hooks(root, patch)
         replace_mixers(root, trial.mixers, patch)
         verify_while_training(root, patch)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
 from inspect import Parameter
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     eager_mask,
@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..memory.weights import CACHE_ARGUMENTS
 from .mixers import of_mixer_files
 from .state import NAME
-from .trial import Trial, run_trial
+from .trial import Loss, Trial, function_of, run_trial
 
 # The functions of transformers that are replaced, and that compute softmax attention with the mask of the model.
 _ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
@@ -142,17 +142,6 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         if layer_type not in supported:
             names = ", ".join(supported)
             yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence"
-    loss = getattr(model, "loss_type", None)
-    # A class of an unusual name (GPT2LMHeadModel, a subclass of the user's) has no loss_type, but it may use the loss
-    # function in its forward, or in the forward of a parent class.
-    uses_loss_function = any("loss_function(" in _forward_source(cls) for cls in type(model).__mro__)
-    has_loss = loss in _LOSSES or pools_last_token(model) or (loss is None and uses_loss_function)
-    if model.base_model is not model and not has_loss:
-        yield (
-            f"its loss is {loss or 'its own'}; supported are models with one prediction per token "
-            f"({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models without "
-            "a head"
-        )
     purposes = {"kwargs": "to pass the mask to the layers", "position_ids": "for the positions of each rank's tokens"}
     for parameter, purpose in purposes.items():
         if parameter not in parameters_of(model):
@@ -198,6 +187,13 @@ def masks_like(model: PreTrainedModel) -> str:
 
 
 def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
+    has_head = model.base_model is not model and not pools_last_token(model)
+    if has_head and trial.error is None and not _is_supported(trial.loss, model):
+        yield (
+            f"its loss is {getattr(model, 'loss_type', None) or 'its own'}; supported are models with one prediction "
+            f"per token ({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models "
+            "without a head"
+        )
     if trial.mixer is not None:
         name, class_name = trial.mixer
         yield (
@@ -243,15 +239,29 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             )
 
 
+def _is_supported(loss: Loss, model: PreTrainedModel) -> bool:
+    """Whether ``TokenLoss`` can compute the loss of ``model``, or checks it in each call (``check_loss``)."""
+    if loss.calls_loss_function:
+        return default_loss(model) in [LOSS_MAPPING[name] for name in _LOSSES]
+    return loss.shift is not None or not _is_of_transformers(loss.forward)
+
+
+def _is_of_transformers(forward: Any) -> bool:
+    return str(forward.__module__).startswith("transformers.")
+
+
+def default_loss(model: nn.Module) -> Callable[..., Any]:
+    """The loss function that transformers takes for ``model`` if the user has set none."""
+    name = getattr(model, "loss_type", None)
+    function: Callable[..., Any] = LOSS_MAPPING[name if name in LOSS_MAPPING else "ForCausalLM"]
+    return function
+
+
 def computes_cross_entropy(model: nn.Module) -> bool:
-    """Whether ``model`` is of transformers and computes a cross-entropy in its forward, without a loss function."""
-    forward = inspect.unwrap(model.forward)
-    return forward.__module__.startswith("transformers.") and "loss_function(" not in _forward_source(type(model))
-
-
-def ignores_num_items(model: nn.Module) -> bool:
-    """Whether the loss of ``model`` is a mean even if its forward is given ``num_items_in_batch``."""
-    return computes_cross_entropy(model) or str(getattr(model, "loss_type", None)).endswith("Classification")
+    """Whether the forward of ``model`` is transformers' and returns a cross-entropy that it computes itself."""
+    loss: Loss = cast(Any, model)._seqpar_loss
+    forward = function_of(model.forward)
+    return loss.shift is not None and forward is loss.forward and _is_of_transformers(forward)
 
 
 def pools_last_token(model: nn.Module) -> bool:
@@ -263,17 +273,7 @@ def pools_last_token(model: nn.Module) -> bool:
 
 def predicts_in_place(model: nn.Module) -> bool:
     """Whether ``model`` predicts each token itself, not the next one."""
-    return getattr(model, "loss_type", None) in _LOSSES_IN_PLACE
-
-
-def _forward_source(cls: Any) -> str:
-    """The source code of the forward of ``cls`` without decorators; empty if it is not available."""
-    return _source(inspect.unwrap(cls.forward)) if hasattr(cls, "forward") else ""
-
-
-@cache
-def _source(function: Any) -> str:
-    try:
-        return inspect.getsource(function)
-    except (OSError, TypeError):
-        return ""
+    loss: Loss = cast(Any, model)._seqpar_loss
+    if loss.shift is not None:
+        return loss.shift == 0
+    return default_loss(model) in [LOSS_MAPPING[name] for name in _LOSSES_IN_PLACE]

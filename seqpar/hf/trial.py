@@ -11,6 +11,7 @@ layer counts tokens there, a search finds the longest rows in which it does not.
 
 Two more runs of this row, with padding, with and without ``position_ids`` of 0, 1, 2, ..., tell whether the model takes
 these by itself. In them each token attends to the token before it, so that rotary embeddings may start at any position.
+A last run of this row, with labels, records how the model's forward computes a loss.
 
 The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
 parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
@@ -22,6 +23,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -53,6 +55,17 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SMALL = 1 << 16  # parameters of at most so many elements are replaced by contiguous tensors
 
 
+@dataclass(frozen=True)
+class Loss:
+    """How the forward of a model computes a loss from labels."""
+
+    forward: Any  # the function that was called, without decorators
+    calls_loss_function: bool = False
+    # If the loss is the mean cross-entropy of all logits: 0 or 1, how many tokens the labels are shifted to the left.
+    # None for any other loss.
+    shift: int | None = None
+
+
 class Trial:
     """The results of a trial run of ``root``, and its hooks, which write the results."""
 
@@ -71,8 +84,9 @@ class Trial:
         self.counter: tuple[str, str] | None = None
         self.own_positions = False  # whether the positions of the model are not 0, 1, 2, ... without position_ids
         self.longest: int | None = None  # the longest rows in which no output depends on the index; None: any rows
-        self.records = True  # False in the last two runs
+        self.records = True  # False in the last three runs
         self.counts_only = False  # whether a run looks only for modules that count tokens
+        self.loss = Loss(function_of(root.forward))
         self.error: Exception | None = None  # what ended the trial run
         self.ran: set[nn.Module] = set()  # the modules whose forward was called
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
@@ -255,10 +269,49 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
                     result.clear()
                 outputs.append(root(**arguments, **given))
             trial.check_positions(*outputs)
+            if "labels" in parameters:
+                for result in results:
+                    result.clear()
+                trial.loss = _find_loss(root, arguments, functions)
             del trial.mask_calls[masks:]
         except Exception as error:
             trial.error = error
     return trial
+
+
+def _find_loss(root: PreTrainedModel, arguments: dict[str, Any], functions: _TokenwiseFunctions) -> Loss:
+    calls: list[Any] = []
+
+    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(args)
+        return torch.zeros((), device="cpu")
+
+    for module in root.modules():
+        if isinstance(module, PreTrainedModel):
+            vars(module)["_loss_function"] = loss_function
+    forward, labels = function_of(root.forward), arguments["input_ids"].flip(1)
+    if "skip_logits" in inspect.signature(root.forward).parameters:
+        arguments = {**arguments, "skip_logits": False}  # as in calls of the parallelized model
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    functions.cross_entropies = found
+    try:
+        output = root(**{**arguments, "labels": labels})
+        loss, logits = (output if isinstance(output, tuple) else output.to_tuple())[:2]
+    except Exception:  # a loss that these labels do not fit
+        return Loss(forward, bool(calls))
+    per_token = isinstance(logits, Tensor) and logits.dim() == 3
+    if per_token and not calls and len(found) == 1 and found[0][0] is loss:
+        for shift in (0, 1):
+            inputs = logits[:, : logits.shape[1] - shift].flatten(0, 1), labels[:, shift:].flatten()
+            if all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(inputs, found[0][1:], strict=True)):
+                return Loss(forward, shift=shift)
+    return Loss(forward, bool(calls))
+
+
+def function_of(forward: Any) -> Any:
+    """The function of the method ``forward``, without decorators."""
+    forward = inspect.unwrap(forward)
+    return getattr(forward, "__func__", forward)
 
 
 def _run_one_of_each_kind(root: nn.Module) -> tuple[list[tuple[nn.Module, nn.Module]], list[dict[Any, Any]]]:
@@ -469,6 +522,8 @@ def _count(size: int) -> Tensor:
 
 # These functions would make a contiguous copy of a weight whose rows overlap in memory.
 _PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_NO_OPTIONS = [None, None, -100, None, "mean", 0.0]  # weight, size_average, ignore_index, reduce, reduction, smoothing
 
 
 class _TokenwiseFunctions(TorchFunctionMode):
@@ -476,6 +531,8 @@ class _TokenwiseFunctions(TorchFunctionMode):
 
     All logits, the outputs of a linear layer with at least ``vocabulary`` features, have the same value.
     With a ``last_index``, ``torch.arange(length)`` counts from 0 to ``last_index`` in ``length`` numbers.
+    With a list of ``cross_entropies``, ``F.cross_entropy`` without options is 0, and appends the 0, its logits and its
+    labels to the list.
     """
 
     def __init__(self, vocabulary: int, length: int) -> None:
@@ -483,6 +540,7 @@ class _TokenwiseFunctions(TorchFunctionMode):
         self.vocabulary = vocabulary
         self.length = length
         self.last_index: int | None = None
+        self.cross_entropies: list[tuple[Tensor, Tensor, Tensor]] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -499,6 +557,13 @@ class _TokenwiseFunctions(TorchFunctionMode):
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             ids = args[0] if args else kwargs["input"]  # [...], to [..., channels] with different values for each id
             return torch.sin((ids[..., None] + 1) * (_count(weight.shape[-1]) * 0.37 + 1.0))
+        if func is F.cross_entropy and self.cross_entropies is not None:
+            call = _CROSS_ENTROPY.bind(*args, **kwargs)
+            call.apply_defaults()
+            logits, labels, *options = call.args
+            if options == _NO_OPTIONS:
+                self.cross_entropies.append((torch.zeros((), device="cpu"), logits, labels))
+                return self.cross_entropies[-1][0]
         result = func(*args, **kwargs)
         if func is torch.arange and self.last_index is not None and result.shape == (self.length,):
             return (result.long() * self.last_index // (self.length - 1)).to(result.dtype)

@@ -12,6 +12,7 @@ from functools import cached_property
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, overload
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -284,6 +285,36 @@ class Sharding(Opaque):
         group = self.sequence_group
         # A copy: the cached tensor must not be written to.
         return shard_positions(self.seq_len, size_of(group), rank_in(group), self.layout).clone()
+
+    def permutation(self, restore: bool = False) -> Tensor:
+        """Positions in the order of the ranks: equal contiguous parts of ``x[:, permutation]`` are the ranks' shards.
+
+        For code that shards by equal parts, such as PyTorch's context parallelism: a load balancer of
+        ``torch.distributed.tensor.experimental._context_parallel`` whose ``_generate_indices(restore)`` returns
+        ``sharding.permutation(restore)[None]`` gives its ranks this layout.
+
+        Args:
+            restore: whether to return the inverse: ``x[:, permutation][:, inverse]`` is ``x``.
+
+        Returns:
+            int64 ``[seq_len]`` on the CPU.
+
+        Raises:
+            ValueError: the ranks have different numbers of tokens.
+
+        Examples:
+            >>> Sharding(4, "zigzag").permutation().tolist()  # in one process; with 2 ranks: [0, 3, 1, 2]
+            [0, 1, 2, 3]
+        """
+        if len(set(self.lengths)) > 1:
+            raise ValueError(
+                f"seq_len={self.seq_len}: the ranks have {', '.join(map(str, self.lengths))} tokens, and code that "
+                "shards by equal parts would move some of them to other ranks; pad the sequence, so that all ranks "
+                "have the same number"
+            )
+        by_rank = [shard_positions(self.seq_len, self.ranks, rank, self.layout) for rank in range(self.ranks)]
+        permutation = torch.cat(by_rank)  # [seq_len]
+        return permutation.argsort() if restore else permutation
 
     @no_compile
     def shard(self, x: Tensor, dim: int = 1, *, check: bool = False) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
@@ -168,6 +169,24 @@ def test_one_process() -> None:
     assert sharding.mesh is None and sharding.group is None
     assert torch.equal(sharding.shard(x), x) and torch.equal(sharding.unshard(x), x)
     assert torch.equal(sharding.positions(), torch.arange(6))
+
+
+def test_the_permutation_that_equal_parts_shard() -> None:
+    """In zigzag it is that of PyTorch's own load balancer."""
+    ranks, x = 4, torch.randn(2, 48, 3)
+    mask = Mask.documents([0, 5, 8, 40, 48])
+    for rank in range(ranks):
+        with simulated(rank, ranks):
+            for sharding in (Sharding(48, "zigzag"), Sharding(48, "striped"), Sharding.balanced(mask, 48)):
+                order, inverse = sharding.permutation(), sharding.permutation(restore=True)
+                assert torch.equal(x[:, order].chunk(ranks, 1)[rank], sharding.shard(x))
+                assert torch.equal(x[:, order][:, inverse], x)
+            theirs = _HeadTailLoadBalancer(48, ranks, "cpu")
+            for restore in (False, True):
+                ours = Sharding(48, "zigzag").permutation(restore)
+                assert torch.equal(ours[None], theirs._generate_indices(restore))
+            with pytest.raises(ValueError, match=r"seq_len=29: the ranks have 8, 7, 7, 7 tokens.* pad the sequence"):
+                Sharding(29, "contiguous").permutation()
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from importlib import import_module
 from inspect import unwrap
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +35,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 
 import seqpar.hf
 from seqpar.hf import batch as hf_batch
+from seqpar.hf.accelerate import _BASE, _SFT, _is_of_trl
 from seqpar.placement import balanced
 
 from ..pool import Pool, on_ranks
@@ -358,13 +361,19 @@ class DividesByItems(transformers.Trainer):  # type: ignore[misc]
 
 
 class MultipliesByProcesses(transformers.Trainer):  # type: ignore[misc]
-    """The factor of losses in earlier versions of transformers."""
+    """The loss of earlier versions of transformers."""
 
-    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().compute_loss(*args, **kwargs) * self.accelerator.num_processes
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        loss = outputs.loss
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss *= self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
 
 
-def with_changes(config: Any, folder: str, what: str) -> Run:
+def with_changes(config: Any, folder: str, what: str, batch: int = 2) -> Run:
     """The losses and the last gradient norm of a training that differs from the usual one in ``what``."""
     kind, rows = "llama", sequences(20)
     arguments: dict[str, Any] = {"gradient_accumulation_steps": 2}
@@ -373,19 +382,22 @@ def with_changes(config: Any, folder: str, what: str) -> Run:
         model = tiny(kind, auto=transformers.AutoModelForSequenceClassification, num_labels=3)
     elif what == "tokens classified":
         model = tiny("bert_tokens")
+    elif what == "experts":  # the loss of their router is not divided by the number of labels
+        model = tiny("qwen3_moe")
     else:
         model = tiny(kind)
     if what == "liger":
         # Of Liger's kernels, which need a GPU, only the loss. One process has transformers' loss.
         kernels = {"rope": False, "rms_norm": False, "swiglu": False, "fused_linear_cross_entropy": True}
         arguments |= {"use_liger_kernel": config is not None, "liger_kernel_config": kernels}
-    trainer_class = DividesByItems if what == "own division" else transformers.Trainer
-    arguments["bf16"] = "bf16" in what
-    trainer = trainer_of(model, config, folder, 3, rows, eval_rows=rows[:4], trainer=trainer_class, **arguments)
-    metrics = {}
+    trainer_classes = {"own division": DividesByItems, "own factor": MultipliesByProcesses}
+    arguments |= {"bf16": "bf16" in what, "trainer": trainer_classes.get(what, transformers.Trainer)}
+    trainer = trainer_of(model, config, folder, 3, rows, batch, rows[:4], **arguments)
+    metrics = {"rows": trainer.get_total_train_batch_size(trainer.args)}
     if "evaluated" in what or what == "liger":
         metrics["eval_loss"] = trainer.evaluate()["eval_loss"]
     trainer.train()
+    assert trainer.args.average_tokens_across_devices
     if config is not None:
         assert isinstance(trainer.model_wrapped, DistributedDataParallel)
         assert unwrap(trainer.model.forward).__module__.startswith(
@@ -402,13 +414,17 @@ BODIES["changes"] = with_changes
 
 @pytest.mark.parametrize(
     "what",
-    ["own division", "evaluated before", "evaluated before, bf16", "rows classified", "tokens classified", "liger"],
-)
+    [
+        "own division", "own factor", "experts", "evaluated before", "evaluated before, bf16", "rows classified",
+        "tokens classified", "liger",
+    ],
+)  # fmt: skip
 def test_trainer_with(pools: dict[int, Pool], tmp_path: Path, what: str) -> None:
     if what == "liger":
         pytest.importorskip("liger_kernel")
-    losses, metrics = alone("changes", str(tmp_path), what)
-    for ours, our_metrics in pools[2].run(2, parallel, "changes", {"cp_size": 2}, str(tmp_path), what):
+    world = 4 if what in ("own division", "rows classified") else 2  # with data-parallel ranks too
+    losses, metrics = alone("changes", str(tmp_path), what, world)
+    for ours, our_metrics in pools[world].run(world, parallel, "changes", {"cp_size": 2}, str(tmp_path), what):
         tolerance = 3e-2 if "bf16" in what else LOSS
         assert ours == pytest.approx(losses, abs=tolerance)
         assert our_metrics == pytest.approx(metrics, rel=tolerance)
@@ -423,20 +439,10 @@ def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
             model = accelerator.prepare_model(tiny("llama"), evaluation_mode=True)
             call = partial(model, **make_batch("plain"))
         else:
-            model = tiny("llama")
-            if what == "a division":
-                model = tiny("llama", auto=transformers.AutoModelForSequenceClassification, num_labels=3)
-            trainer = MultipliesByProcesses if what == "a division" else transformers.Trainer
             made = trainer_of(
-                model, config, folder, 1, sequences(4), eval_rows=sequences(4), trainer=trainer,
-                compute_metrics=accuracy,
-            )  # fmt: skip
-            calls = {
-                "a division": made.train,
-                "evaluate": made.evaluate,
-                "predict": partial(made.predict, sequences(4)),
-            }
-            call = calls[what]
+                tiny("llama"), config, folder, 1, sequences(4), eval_rows=sequences(4), compute_metrics=accuracy
+            )
+            call = made.evaluate if what == "evaluate" else partial(made.predict, sequences(4))
         try:
             call()
         except ValueError as error:
@@ -448,7 +454,6 @@ def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
     ("what", "message"),
     [
         ("a wrapper", "it is trained without a wrapper"),
-        ("a division", "its loss is a mean, which MultipliesByProcesses multiplies by the number of processes"),
         ("evaluate", "pass outputs='full' to"),
         ("predict", "pass outputs='full' to"),
     ],
@@ -591,6 +596,12 @@ def test_what_it_relies_on() -> None:
     for size in ("tp", "cp"):
         source = inspect.getsource(getattr(transformers.Trainer, f"get_{size}_size"))
         assert f"pc.{size}_size" in source or "pc." not in source
+    for step in (transformers.Trainer.training_step, transformers.Trainer.prediction_step):
+        assert "self.compute_loss(" in inspect.getsource(step)
+    trl = pytest.importorskip("trl")
+    base, sft = (getattr(import_module(f"trl.{module}"), name) for module, name in (_BASE, _SFT))
+    assert issubclass(trl.DPOTrainer, base) and issubclass(sft, base) and sft is trl.SFTTrainer
+    assert _is_of_trl(trl.SFTTrainer.__new__(trl.SFTTrainer), _BASE, _SFT)
 
 
 def with_mixin(mesh: Any, folder: str, batch: int, across: bool, eval_rows: int) -> tuple[Run, list[int]]:
@@ -668,9 +679,6 @@ class Distillation(transformers.Trainer):  # type: ignore[misc]
     """Stands for TRL's trainer, which needs a second model."""
 
 
-Distillation.__name__, Distillation.__module__ = "DistillationTrainer", "trl.trainer.distillation_trainer"
-
-
 @on_ranks
 def refused_trainers(group: ProcessGroup, folder: str) -> None:
     config = seqpar.hf.ParallelismConfig(cp_size=2)
@@ -680,7 +688,12 @@ def refused_trainers(group: ProcessGroup, folder: str) -> None:
         trainer.loss.gather_across_devices = True
         with pytest.raises(ValueError, match=r"gather_across_devices=True: .* 2 times, .*batches='per_rank'"):
             trainer.train()
-    with torchrun(group), pytest.raises(ValueError, match="DistillationTrainer: it computes its loss from parts"):
+    module = {"trl.trainer.distillation_trainer": SimpleNamespace(DistillationTrainer=Distillation)}
+    with (
+        mock.patch.dict(sys.modules, module),
+        torchrun(group),
+        pytest.raises(ValueError, match="Distillation: it computes its loss from parts"),
+    ):
         trainer_of(tiny("llama"), config, folder, 1, sequences(4), trainer=Distillation)
 
 

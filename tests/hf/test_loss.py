@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 import seqpar
 import seqpar.hf
@@ -186,6 +186,11 @@ def check_losses(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Re
             batches: Any = "per_rank" if how == "per_rank" else "shared"
             model = seqpar.hf.parallelize(MODELS[name](), group=group, batches=batches)
         outer: Any = DistributedDataParallel(model, process_group=group) if how == "ddp" else model
+        if how == "evaluated":
+            with torch.inference_mode():
+                assert model(**given).loss.item() == pytest.approx(expected.loss, abs=LOSS * abs(expected.loss)), name
+            seqpar.hf.restore(model)
+            continue
         if how == "shard_batch":
             given = seqpar.hf.shard_batch(given, group=group)
         loss = outer(**given).loss
@@ -207,6 +212,7 @@ RIGHT = [
     *(("module", "", how) for how in ("ddp", "per_rank")),
     *(("plain", batch, "") for batch in ("no labels", "divisor 0")),
     ("plain", "no labels", "ddp"),
+    *((name, "", "evaluated") for name in ("passes on experts", "plain")),
 ]
 
 
@@ -220,7 +226,7 @@ OWN = "returned a loss of its own, or added a term.* model.loss_function = f .*m
 CHANGED = "loss function with other labels than it was given"
 REFUSED = {
     **{(name, how): OWN for name in ("own", "adds", "adds in place") for how in ("", "evaluated")},
-    ("adds experts", ""): OWN,
+    **{("adds experts", how): OWN for how in ("", "evaluated")},
     ("replaced", ""): OWN,
     ("replaced", "after"): OWN,
     ("predicts two", ""): CHANGED,
@@ -248,6 +254,58 @@ def check_refused(group: ProcessGroup) -> None:
 
 def test_refused_losses(pool: Pool) -> None:
     pool.run(2, check_refused)
+
+
+def computing(loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """A BERT whose forward, as if it were of transformers, computes ``loss`` itself."""
+
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        logits = self.cls(self.bert(input_ids, position_ids=position_ids, **kwargs).last_hidden_state)
+        found = None if labels is None else loss(logits, labels)  # and not self.loss_function(...)
+        return MaskedLMOutput(loss=found, logits=logits)
+
+    forward.__module__ = "transformers.models.bert.modeling_bert"
+    cls: Any = type("Mine", (transformers.BertForMaskedLM,), {"forward": forward})
+    model = made(cls, "bert")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.key.bias.requires_grad_(False)  # as in ``tiny``
+    return model
+
+
+def mean(logits: Tensor, labels: Tensor, shift: int = 0, **options: Any) -> Tensor:
+    logits = logits[:, : logits.shape[1] - shift]
+    return F.cross_entropy(logits.flatten(0, 1), labels[:, shift:].flatten(), **options)
+
+
+IN_FORWARD: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "mean": (mean, True),
+    "shifted": (partial(mean, shift=1), True),
+    "smoothed": (partial(mean, label_smoothing=0.1), False),
+    "weighted": (partial(mean, weight=torch.arange(VOCAB) / VOCAB), False),
+    "another label that does not count": (partial(mean, ignore_index=0), False),
+    "sum": (partial(mean, reduction="sum"), False),
+    "two tokens further": (partial(mean, shift=2), False),
+    "twice": (lambda logits, labels: mean(logits, labels) + mean(logits, labels), False),
+    "multiple": (lambda logits, labels: 2 * mean(logits, labels), False),
+    "other logits": (lambda logits, labels: mean(logits / 2, labels), False),
+    "other labels": (lambda logits, labels: mean(logits, labels.masked_fill(labels % 2 == 0, -100)), False),
+    "another function": (lambda logits, labels: logits.log_softmax(-1).mean(), False),
+}
+
+
+@pytest.mark.parametrize("what", IN_FORWARD)
+def test_losses_in_forwards_of_transformers(what: str) -> None:
+    """A cross-entropy without options is computed from all tokens. Any other loss is refused."""
+    loss, right = IN_FORWARD[what]
+    batch, model = make_batch("plain"), computing(loss)
+    if not right:
+        with pytest.raises(ValueError, match=r"Mine: its loss is its own"):
+            seqpar.hf.parallelize(model, strategy="local")
+        return
+    expected = trained(model, batch)
+    model.zero_grad()
+    ours = trained(seqpar.hf.parallelize(model, strategy="local"), batch)
+    assert ours.loss == pytest.approx(expected.loss, abs=LOSS) and worst(ours.gradients, expected.gradients) < GRADIENT
 
 
 def test_use_of_missing_logits_raises() -> None:

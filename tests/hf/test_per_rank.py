@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -273,8 +276,6 @@ def test_error_if_a_rank_does_not_call(own: OwnPool) -> None:
 class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
     """A trainer that only makes its Accelerator."""
 
-    __module__ = "trl.trainer.some_trainer"
-
     def __init__(self, fsdp: bool, config: Any) -> None:
         self.fsdp, self.config = fsdp, config
         self.args = transformers.TrainingArguments("unused", use_cpu=True, report_to="none")
@@ -287,6 +288,17 @@ class PreferenceTrainer(transformers.Trainer):  # type: ignore[misc]
     def another(self, config: Any) -> Any:
         """An Accelerator for something else."""
         return accelerate.Accelerator(cpu=True, parallelism_config=config)
+
+
+class SupervisedTrainer(PreferenceTrainer):
+    pass
+
+
+# Stands for TRL.
+TRL: Any = {
+    "trl.trainer.base_trainer": SimpleNamespace(_BaseTrainer=PreferenceTrainer),
+    "trl.trainer.sft_trainer": SimpleNamespace(SFTTrainer=SupervisedTrainer),
+}
 
 
 @on_ranks
@@ -302,7 +314,8 @@ def batches_of_trainer(group: ProcessGroup, port: int, fsdp: bool, expected: lis
         assert [float(x) for x in shared.prepare_data_loader(rows)] == [0, 1, 2, 3, 4, 5]
         if fsdp:
             accelerate.state.AcceleratorState._reset_state()
-        accelerator = PreferenceTrainer(fsdp, config).accelerator
+        with mock.patch.dict(sys.modules, TRL):
+            accelerator = PreferenceTrainer(fsdp, config).accelerator
         batches = [float(x) for x in accelerator.prepare_data_loader(rows)]
         model = accelerator.prepare(tiny("llama"))
         loss = model(**batch_of(rank, "right")).loss
@@ -319,10 +332,14 @@ def test_trainer_that_needs_batches_per_rank(own: OwnPool, fsdp: bool) -> None:
 
 
 def test_which_trainers_need_batches_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    trl_sft: Any = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.sft_trainer"})
-    for cls, needs in ((PreferenceTrainer, True), (trl_sft, False), (transformers.Trainer, False)):
-        assert _needs_per_rank_batches(cls.__new__(cls)) is needs
-    assert not _needs_per_rank_batches(None)
+    """The classes decide, whatever they are called."""
+    trainer = PreferenceTrainer.__new__(PreferenceTrainer)
+    assert not _needs_per_rank_batches(trainer)
+    for name, module in TRL.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    assert _needs_per_rank_batches(trainer) and not _needs_per_rank_batches(None)
+    for cls in (SupervisedTrainer, type("Mine", (SupervisedTrainer,), {}), transformers.Trainer):
+        assert not _needs_per_rank_batches(cls.__new__(cls))
     monkeypatch.setattr("seqpar.hf.accelerate.version", lambda package: "1.8.0")
     with pytest.raises(ImportError, match=r"PreferenceTrainer requires TRL 1\.9"):
-        _needs_per_rank_batches(PreferenceTrainer.__new__(PreferenceTrainer))
+        _needs_per_rank_batches(trainer)

@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "linear layers": (with_linear_layers, "layer 1 is of type 'linear_attention'"),
     "pooled head": (
-        lambda: parallel(transformers.GPT2ForSequenceClassification(tiny("gpt2").config)),
+        lambda: parallel(transformers.GPT2ForSequenceClassification(tiny("gpt2", pad_token_id=0).config)),
         "its loss is ForSequenceClassification",
     ),
     "sentence pairs": (

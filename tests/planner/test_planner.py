@@ -257,6 +257,7 @@ def test_tokens_in_words() -> None:
         ({"mask": "window:x"}, "after the colon"),
         ({"mask": "window:²"}, "after the colon"),
         ({"mask": "causal:77"}, "expected causal alone"),
+        ({"hardware": "h10O"}, "did you mean .h100.*, or pass a YAML or JSON file with the rates of your GPUs"),
         ({"hardware": "missing.yaml"}, "No such file"),
         ({"hardware": "bad.yaml"}, "^hardware=bad.yaml: cannot be parsed: [^\n]+$"),
         ({"csv": Path("/proc/nowhere/x.csv")}, "can be written"),

@@ -365,6 +365,10 @@ def reentrant_checkpoint() -> None:
     Checkpointed(use_reentrant=True)(torch.randn(1, 8, 16, requires_grad=True))
 
 
+def reentrant_with_gradients() -> None:
+    checkpoint(torch.enable_grad()(Attention()), torch.randn(1, 8, 16, requires_grad=True), use_reentrant=True)
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -376,6 +380,7 @@ def reentrant_checkpoint() -> None:
         (fused_by_torch, "_scaled_dot_product_attention_math.*: .* seqpar.attention"),
         (no_attention, "no token has seen another rank's tokens"),
         (reentrant_checkpoint, "use_reentrant=False"),
+        (reentrant_with_gradients, "use_reentrant=False"),
     ],
 )
 def test_refused_models(body: Callable[[], None], message: str) -> None:
@@ -401,3 +406,19 @@ def test_the_block_ends() -> None:
     with seqpar.replace_sdpa(SHARDING):
         F.scaled_dot_product_attention(X, X, X)
     F.scaled_dot_product_attention(X, X[:, :, :3], X[:, :, :3])
+    Checkpointed(use_reentrant=True)(torch.randn(1, 8, 16, requires_grad=True))
+
+
+def test_a_block_in_a_checkpointed_function() -> None:
+    """The backward of reentrant checkpointing runs the block again."""
+    layer, x = Attention(), torch.randn(1, 8, 16, requires_grad=True)
+
+    def in_block(x: Tensor) -> Tensor:
+        with seqpar.replace_sdpa(SHARDING):
+            y: Tensor = layer(x)
+        return y
+
+    (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
+    checkpoint(in_block, x, use_reentrant=True).square().sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected)
