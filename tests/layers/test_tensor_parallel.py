@@ -142,7 +142,7 @@ def attention_on_mesh(group: ProcessGroup, case: Case, sizes: tuple[int, int, in
         ((1, 2, 1, 4), OVERLAPPED[1::4]),
         ((1, 1, 4, 2), OVERLAPPED[2::4]),
         ((2, 2, 1, 2), OVERLAPPED[3::4]),
-        ((1, 1, 2, 4), OVERLAPPED[4::3]),
+        ((1, 1, 2, 4), OVERLAPPED[1::3]),
     ],
     ids=lambda x: str(x) if isinstance(x[0], int) else "",
 )
