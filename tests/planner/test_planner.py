@@ -29,7 +29,6 @@ from seqpar.planner.step import Choice, StepCost, step
 from ..settings import H100
 from .test_models import CONFIGS
 
-
 planned = cache(seqpar.plan)
 
 
