@@ -46,6 +46,7 @@ _ALSO = {
     "seqpar.hf": "seqpar.hf",
     "datasets": "datasets",
     "diffusers": "diffusers.models.transformers",
+    "accelerate": "deepspeed",  # accelerate imports it
     "tests.engines.engine": "deepspeed",
 }
 _PR_SET_PDEATHSIG = 1
