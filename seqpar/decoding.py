@@ -218,7 +218,6 @@ class _CachedKeys:
         self._buffers = GrowingBuffer(1), GrowingBuffer(1), GrowingBuffer(0)
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor, group: ProcessGroup | None) -> None:
-        """Append the new tokens whose keys this rank caches."""
         here = (positions % size_of(group) == rank_in(group)).nonzero().flatten()
         new = *(x.index_select(1, here.to(x.device)) for x in (k, v)), positions[here]
         old = self.k, self.v, self.positions
@@ -350,7 +349,6 @@ def _key_intervals(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str, g: int) -> Carry:
-    """The attention over this rank's cached keys: float32 ``acc [b, new, h, e]`` and ``lse [b, h, new]``."""
     q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
     acc, lse = select(backend, q, k, score, v_head_dim=v.shape[3]).forward(q, k, v, intervals, score, None, False)
     return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)

@@ -285,7 +285,6 @@ class _Heads:
 
     @cached_property
     def slice(self) -> slice:
-        """The heads that this rank computes."""
         return slice(self.chunk.heads.queries.start, self.chunk.heads.queries.stop)
 
     def repeated(self, device: torch.device) -> Tensor | None:
@@ -298,7 +297,6 @@ class _Heads:
 
     @property
     def computes(self) -> int:
-        """1, or 0 on a rank without heads of its own."""
         return int(bool(self.full.heads.queries))
 
     def to_heads(self, chunk: HeadChunk, xs: Sequence[Tensor], kvs: Sequence[Tensor]) -> list[Tensor]:

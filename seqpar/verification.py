@@ -1,15 +1,22 @@
-"""``seqpar.verify``: one training step of any model, sharded and on one device, and what a difference means."""
+"""``seqpar.verify``: one training step of any model, sharded and on one device, and what a difference means.
+
+``seqpar.hf.verify`` has the same report, and the same comparison of losses and gradients.
+"""
 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from .base.checks import check_number
 from .base.replaced import replaced
 from .comm.trace import trace
-from .comm.waiting import run, waiting
-from .ranks.mesh import check_mesh_and_group, size_of
+from .comm.waiting import run
+from .ranks.mesh import check_mesh_and_group, global_ranks, size_of
+from .ranks.rendezvous import group_timeout, store_all_gather
 from .sharding.same_rows import OtherRowsError
 from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec
@@ -32,73 +40,126 @@ from .sharding.spec import AttentionSpec
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 _CHECK = "SEQPAR_CHECK"  # the environment variable: how often ranks compare what they shard
 _OF_LOSS = 1e-2  # a loss is a mean over all tokens, whose error is so much smaller
-# What wrappers add to the names of parameters.
-_WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+# A gradient that is smaller than this, relative to the largest one, may be nothing but rounding error.
+_LEAST = 1e-3
+_ADDED = re.compile(r"module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")  # by wrappers
 _SHOWN = 8
+_KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "backward", "gradient")
 
 Step = Callable[..., Any]
 
 
+class StepResult(NamedTuple):
+    """What one training step computed."""
+
+    loss: float
+    gradients: dict[str, Tensor]  # by the parameter's name: on the CPU, or DTensors
+
+
 @dataclass(frozen=True)
-class GradientDifference:
-    """The gradient of a parameter that differs from one device's.
+class Difference:
+    """One difference between a sharded model and the same model on one device."""
 
-    Attributes:
-        name: the parameter, without the prefixes of wrappers.
-        error: the norm of the difference, relative to the norm of one device's gradient; on the worst rank.
-        ratio: by which factor one device's gradient comes closest to it.
-        parallel: whether it is one device's gradient times ``ratio``.
-    """
+    # "batch", "path" or "weights": the ranks' batches, models or weights differ from one another. "layer": a layer does
+    # not attend over the sharded sequence. "input": the tokens, positions or labels that the model received. "forward"
+    # and "backward": the first tensor of the forward that differs, and the first gradient of such a tensor in backward.
+    # "loss", and "gradient": the gradient of a parameter.
+    kind: str
+    quantity: str  # the name of the tensor or parameter
+    layer: str = ""  # the name of the attention layer; empty for the model itself
+    tokens: tuple[int, ...] = ()  # the global positions of the tokens that differ
+    ranks: tuple[int, ...] = ()  # of the sequence, on which the quantity differs
+    error: float = 0.0  # the norm of the difference, relative to the norm of what one device computes
+    tolerance: float = 0.0  # the largest error that counts as equal
+    explanation: str = ""  # a probable cause
+    stops: bool = False  # whether nothing after this difference can be compared
+    at: int = 0  # its place in the order of the training step, among the differences of its kind
+    ratio: float = 0.0  # of a gradient that is one device's times a number on every rank: the number
 
-    name: str
-    error: float
-    ratio: float
-    parallel: bool
+    @property
+    def name(self) -> str:
+        """The name of the parameter."""
+        return self.quantity
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """A sort key: differences in the order of a training step."""
+        return _KINDS.index(self.kind), self.at
 
     def __str__(self) -> str:
-        times = f", {self.ratio:.4g} times one device's" if self.parallel else ""
-        return f"gradient of {self.name}: error {self.error:.2g}{times}"
+        where = f"layer {self.layer!r}, {self.quantity}" if self.layer else self.quantity
+        parts = [f"{self.kind}: {where}"]
+        if self.ranks:
+            parts.append(f"on rank(s) {', '.join(map(str, self.ranks))}")
+        if self.tokens:
+            parts.append(f"tokens {_token_list(self.tokens)}")
+        if self.tolerance:
+            parts.append(f"error {self.error:.2g} (tolerance {self.tolerance:.0e})")
+        return "; ".join([*parts, *([self.explanation] if self.explanation else [])])
+
+
+def _token_list(tokens: Iterable[int]) -> str:
+    ranges: list[list[int]] = []
+    for token in tokens:
+        if ranges and token == ranges[-1][1] + 1:
+            ranges[-1][1] = token
+        else:
+            ranges.append([token, token])
+    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in ranges[:8]]
+    return ", ".join(shown + ["..."] * (len(ranges) > 8))
 
 
 @dataclass(frozen=True)
-class StepReport:
+class VerificationReport:
     """What ``verify`` returns, the same on every rank.
 
     Attributes:
-        loss: the mean over the ranks of what ``step`` returned.
-        expected_loss: what ``reference`` returned.
-        gradients: the gradients that differ, those with the largest error first.
-        compared: the number of parameters whose gradients were compared.
-        ranks: the number of ranks.
-        tolerance: the largest error that counts as equal.
-        causes: what the differences have in common, and the probable cause.
+        differences: the differences from one device, in the order of a training step.
+        loss: the loss of the sharded model, the mean over the ranks; NaN if it was not computed.
+        expected_loss: the loss on one device; NaN if it was not computed.
+        compared: the number of trainable parameters, whose gradients were compared.
+        ranks: the number of ranks; in ``seqpar.hf``, of the ranks that the sequence is sharded over.
+        cause: what the differences have in common, and the probable cause; empty if none is known.
+        layers: in ``seqpar.hf``, the number of attention layers that were compared.
+        seq_len: in ``seqpar.hf``, the number of tokens of the full sequence.
+        strategy, layout: in ``seqpar.hf``, as given to ``parallelize``.
     """
 
+    differences: tuple[Difference, ...]
     loss: float
     expected_loss: float
-    gradients: tuple[GradientDifference, ...]
     compared: int
     ranks: int
-    tolerance: float
-    causes: tuple[str, ...] = ()
+    cause: str = ""
+    layers: int = 0
+    seq_len: int = 0
+    strategy: str = ""
+    layout: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether the loss and every gradient are one device's."""
-        return not self.gradients and not self.causes and self._same_loss
+        """Whether there are no differences."""
+        return not self.differences
 
     @property
-    def _same_loss(self) -> bool:
-        return _same_loss(self.loss, self.expected_loss, self.tolerance)
+    def gradients(self) -> tuple[Difference, ...]:
+        """The differences of the gradients of parameters."""
+        return tuple(d for d in self.differences if d.kind == "gradient")
 
     def __str__(self) -> str:
-        losses = f"loss {self.loss:.6f} (one device {self.expected_loss:.6f})"
+        name, what = "seqpar.verify", f"{self.ranks} rank(s)"
+        if self.seq_len:
+            how = f"strategy={self.strategy!r}, layout={self.layout!r}, {self.layers} attention layers"
+            name, what = "seqpar.hf.verify", f"{self.seq_len} tokens on {what}, {how}"
+        if not math.isnan(self.expected_loss):
+            what += f", loss {self.loss:.6f} (one device {self.expected_loss:.6f})"
         if self.ok:
-            return f"seqpar.verify: equal to one device on {self.ranks} rank(s): {losses}, {self.compared} gradients"
-        rest = [f"... and {len(self.gradients) - _SHOWN} more gradients"] if len(self.gradients) > _SHOWN else []
-        first = f"seqpar.verify: not what one device computes, on {self.ranks} rank(s): {losses}"
-        shown = [*self.causes, *(f"  {x}" for x in self.gradients[:_SHOWN]), *rest]
-        return "\n".join([first, *shown, f"(tolerance {self.tolerance:.0e}, {self.compared} gradients compared)"])
+            return f"{name}: equal to one device: {what}, {self.compared} gradients"
+        others, gradients = [d for d in self.differences if d.kind != "gradient"], self.gradients
+        lines = [*others, *([self.cause] if self.cause else []), *gradients[:_SHOWN]]
+        if gradients:
+            lines.append(f"the gradients of {len(gradients)} of {self.compared} parameters differ")
+        return "\n".join([f"{name}: not what one device computes: {what}", *map(str, lines)])
 
 
 class VerificationError(AssertionError):
@@ -108,7 +169,7 @@ class VerificationError(AssertionError):
         report: what ``verify`` would have returned.
     """
 
-    def __init__(self, report: Any) -> None:
+    def __init__(self, report: VerificationReport) -> None:
         super().__init__(str(report))
         self.report = report
 
@@ -122,7 +183,7 @@ def verify(
     tolerance: float | None = None,
     raise_on_error: bool = False,
     group: ProcessGroup | None = None,
-) -> StepReport:
+) -> VerificationReport:
     """Compare the loss and every gradient of one training step with one device's.
 
     All ranks call it together, before or during training. The gradients, buffers, modes and random state of the model
@@ -139,6 +200,7 @@ def verify(
             with ``strategy="local"`` for a model with tensor-parallel layers. The names of the parameters are compared.
         tolerance: the largest error that counts as equal, relative to the norm of one device's tensor. By default 1e-6
             for float64, 1e-3 for float32, 2e-2 for float16 and 1e-1 for bfloat16, of the parameters' lowest precision.
+            A gradient of less than a thousandth of the largest one is compared relative to that thousandth.
         raise_on_error: whether to raise an error instead of returning a report that is not ``ok``.
         group: the ranks that train together. By default all ranks.
 
@@ -180,8 +242,9 @@ def tolerance_of(model: nn.Module) -> float:
     return max((TOLERANCE[dtype] for dtype in dtypes), default=TOLERANCE[torch.float32])
 
 
-def _same_loss(loss: float, expected: float, tolerance: float) -> bool:
-    return abs(loss - expected) <= _OF_LOSS * tolerance * abs(expected)
+def trainable(model: nn.Module) -> int:
+    """The number of parameters that a training step gives gradients."""
+    return sum(p.requires_grad for p in model.parameters())
 
 
 def _compare(
@@ -191,141 +254,252 @@ def _compare(
     reference_model: nn.Module,
     tolerance: float,
     group: ProcessGroup | None,
-) -> StepReport:
+) -> VerificationReport:
+    ranks, asked = size_of(group), list[Any]()
+    found: list[Difference] = []
     with _without_dropout(model), _without_dropout(reference_model):
         with ExitStack() as alone:
             for module in reference_model.modules():
                 if isinstance(module, DistributedDataParallel):
                     alone.enter_context(module.no_sync())
-            expected_loss, expected = _run(reference, reference_model)
-        ranks = size_of(group)
-        references = _gather(expected_loss, group)
+            theirs = _plainly_named(run_step(_call(reference, reference_model), reference_model))
+        references = exchange(theirs.loss, group)
         expected_loss = references[0]
-        causes = []
-        unlike = [i for i, x in enumerate(references) if not _same_loss(x, references[0], tolerance)]
-        if unlike:
-            other = unlike[0]
-            causes.append(
+        if unlike := _other_losses(references, tolerance):
+            why = (
                 f"the ranks hold different rows (or weights): the reference's loss is {references[0]:.6f} on rank 0, "
-                f"{references[other]:.6f} on rank {other}; deal rows by dp rank: DistributedSampler(dataset, "
+                f"{references[unlike[0]]:.6f} on rank {unlike[0]}; deal rows by dp rank: DistributedSampler(dataset, "
                 "num_replicas=dp, rank=dp_rank); with dp > 1 the reference takes the rows of all replicas"
             )
-        asked: list[Any] = []
+            found.append(Difference("batch", "rows", ranks=unlike, explanation=why))
         try:
             with _watching(asked), trace() as done:
-                loss, actual = _run(step, model)
+                ours = _plainly_named(run_step(_call(step, model), model))
         except OtherRowsError as error:
-            causes = causes or [f"the ranks hold different rows: {error}"]
-            return StepReport(float("nan"), expected_loss, (), 0, ranks, tolerance, tuple(causes))
-    if missing := actual.keys() ^ expected.keys():
-        causes.append(f"only one of the models has a gradient for {', '.join(sorted(missing)[:_SHOWN])}")
-    names = [name for name in actual if name in expected]
-    numbers = torch.zeros(len(names), 8, dtype=torch.float64, device="cpu")
-    for row, name in zip(numbers, names, strict=True):
-        row.copy_(_numbers(actual[name], expected[name], group))
-    by_rank = _gather((loss, numbers), group)
-    losses = [x for x, _ in by_rank]
+            rows = Difference("batch", "rows", explanation=f"the ranks hold different rows: {error}")
+            return VerificationReport((*(found or [rows]),), math.nan, expected_loss, 0, ranks)
+    losses = exchange(ours.loss, group)
     loss = sum(losses) / ranks
-    stats = torch.stack([x for _, x in by_rank])  # [ranks, parameters, 8]
-    differences = [_difference(name, stats[:, i], tolerance) for i, name in enumerate(names)]
-    found = tuple(sorted((x for x in differences if x.error > tolerance), key=lambda x: -x.error))
-    if not found and _same_loss(sum(losses), expected_loss, tolerance):
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    gradients, cause = compare_gradients(ours, theirs, tolerance, group, device)
+    if not gradients and not loss_difference(sum(losses), expected_loss, _OF_LOSS * tolerance):
         loss = expected_loss  # the losses are shares of a sum, and the step sums the gradients
-    if not causes and (found or not _same_loss(loss, expected_loss, tolerance)):
-        totals = [row[4:].tolist() for row in stats[0]]
-        right = {n: all(error_of(divided(x, n)) <= tolerance for x in totals) for n in (1, ranks) if names}
-        times = [x / expected_loss if expected_loss else math.nan for x in losses]
-        causes = _causes(differences, found, losses, times, right, bool(asked), bool(done.backends), tolerance)
-    return StepReport(loss, expected_loss, found, len(names), ranks, tolerance, tuple(causes))
+    differences = [*loss_difference(loss, expected_loss, _OF_LOSS * tolerance)]
+    differences += sorted(gradients, key=lambda d: -d.error)
+    if found:
+        cause = ""  # the rows
+    elif differences and not cause:
+        cause = _cause_of_another_function(losses, bool(asked), bool(done.backends), tolerance)
+    return VerificationReport((*found, *differences), loss, expected_loss, trainable(model), ranks, cause)
 
 
-def _causes(
-    differences: Sequence[GradientDifference],
-    found: Sequence[GradientDifference],
-    losses: Sequence[float],
+def _call(step: Step, model: nn.Module) -> Callable[[], Any]:
+    """``step``, which may take the model."""
+    parameters = inspect.signature(step).parameters.values()
+    takes_model = any(
+        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
+    )
+    return partial(step, model) if takes_model else step
+
+
+def _plainly_named(result: StepResult) -> StepResult:
+    """``result`` without what wrappers add to the names of parameters."""
+    return StepResult(result.loss, {_ADDED.sub("", name): g for name, g in result.gradients.items()})
+
+
+def run_step(step: Callable[[], Any], model: nn.Module) -> StepResult:
+    """The loss that a training step returns, and the gradient of each parameter that has one."""
+    for p in model.parameters():
+        p.grad = None
+    loss = step()
+    if not isinstance(loss, (int, float)) and not (isinstance(loss, Tensor) and loss.numel() == 1):
+        raise TypeError(f"{getattr(step, '__name__', 'step')}: returned {type(loss).__name__}; expected the loss")
+    gradients = {}
+    for name, p in model.named_parameters():
+        if (g := p.grad) is not None:
+            device = g.device_mesh.device_type if isinstance(g, DTensor) else "cpu"  # FSDP may offload its gradients
+            gradients[name] = g.detach().to(device, copy=True)
+            p.grad = None
+    return StepResult(float(loss.detach() if isinstance(loss, Tensor) else loss), gradients)
+
+
+def exchange(value: Any, group: ProcessGroup | None) -> list[Any]:
+    """Each rank's ``value``, which JSON can represent, by rank. No rank waits longer than the group's timeout.
+
+    The store works even after a message has failed.
+    """
+    if group is None or group.size() == 1:
+        return [json.loads(json.dumps(value))]
+    limit = group_timeout(group) + timedelta(seconds=5)
+    return [json.loads(x) for x in store_all_gather("verify", global_ranks(group), json.dumps(value), limit)]
+
+
+def loss_difference(loss: float, expected: float, tolerance: float) -> list[Difference]:
+    """The difference between two losses, if there is one."""
+    error = abs(loss - expected) / max(abs(expected), 1e-6)
+    if error <= tolerance or (math.isnan(loss) and math.isnan(expected)):  # NaN: no label counts
+        return []
+    why = f"{loss:.6f}, on one device {expected:.6f}"
+    return [Difference("loss", "loss", error=error, tolerance=tolerance, explanation=why)]
+
+
+def _other_losses(losses: Sequence[float], tolerance: float) -> tuple[int, ...]:
+    return tuple(i for i, x in enumerate(losses) if loss_difference(x, losses[0], _OF_LOSS * tolerance))
+
+
+def compare_gradients(
+    ours: StepResult, theirs: StepResult, tolerance: float, group: ProcessGroup | None, device: torch.device
+) -> tuple[list[Difference], str]:
+    """Compare the gradients of the sharded model, after they were averaged, with one device's.
+
+    All ranks of ``group`` call it together. It sums tensors on ``device``.
+
+    Returns:
+        The gradients that differ on some rank, in the order of the parameters, and what they have in common; or "".
+    """
+
+    def pair(name: str) -> list[Tensor | None]:
+        gradients = [x.gradients.get(name) for x in (ours, theirs)]
+        return [x.full_tensor().cpu() if isinstance(x, DTensor) else x for x in gradients]
+
+    numbers = {name: _products(*pair(name)) for name in {**theirs.gradients, **ours.gradients}}
+    least = _LEAST * max((math.sqrt(x[1]) for x in numbers.values()), default=0.0)
+    wrong = [name for name, x in numbers.items() if not _error(x, least) <= tolerance]
+    names = [*dict.fromkeys(name for rank in exchange(wrong, group) for name in rank)]
+    if not names:
+        return [], ""
+    pairs = {name: pair(name) for name in names}
+    shapes = exchange([[[*x.shape] for x in pairs[name] if x is not None][:1] for name in names], group)
+    rows = []
+    for name, by_rank in zip(names, zip(*shapes, strict=True), strict=True):
+        (a, e), (shape, *others) = pairs[name], [x[0] for x in by_rank if x]
+        if group is not None and all(other == shape for other in others):  # else each rank has a shard of its own
+            a = torch.zeros(shape) if a is None else a
+            total = a.to(device, torch.promote_types(a.dtype, torch.float32), copy=True)
+            run(dist.all_reduce, total, group=group)
+            a = total.cpu()
+        rows.append([_products(*pairs[name]), _products(a, e), name in ours.gradients, name in theirs.gradients])
+    found, missing, right = [], list[str](), dict.fromkeys((1, size_of(group)), True)
+    for name, by_rank in zip(names, zip(*exchange(rows, group), strict=True), strict=True):
+        here, totals, in_ours, in_theirs = zip(*by_rank, strict=True)
+        for n in right:
+            right[n] &= all(_error(_divided(x, n), least) <= tolerance for x in totals)
+        errors, held = [_error(x, least) for x in here], [x for x in here if any(x)]  # an empty shard has zeros
+        ratios = [_ratio(x) for x in held]
+        alike = max(ratios) - min(ratios) <= tolerance * abs(ratios[0])
+        ratio = ratios[0] if alike and all(_is_multiple(x, tolerance) for x in held) else 0.0
+        why = f"it is {ratio:.4g} times one device's" if ratio else ""
+        if all(in_ours) != all(in_theirs):
+            missing.append(name)
+            why = "it has no gradient" if all(in_theirs) else "on one device it has no gradient"
+        ranks = tuple(i for i, x in enumerate(errors) if not x <= tolerance)
+        found.append(Difference("gradient", name, "", (), ranks, max(errors), tolerance, why, ratio=ratio))
+    small = (tolerance * least) ** 2  # the square of a norm that is so small that another factor would not show
+    every = all(name in pairs or x[1] <= small for name, x in numbers.items())
+    times = exchange(ours.loss / theirs.loss if theirs.loss else math.nan, group)
+    return found, _cause_of_gradients(found, missing, every, times, right, tolerance)
+
+
+def _cause_of_gradients(
+    found: Sequence[Difference],
+    missing: Sequence[str],
+    every: bool,
     times: Sequence[float],
     right: dict[int, bool],
-    asked: bool,
-    attended: bool,
     tolerance: float,
-) -> list[str]:
-    """What the differences have in common.
+) -> str:
+    """What the gradients that differ have in common; or "".
 
     Args:
-        differences: of all parameters.
-        found: of the parameters whose gradients differ.
-        losses: of each rank.
+        found: the gradients that differ.
+        missing: the names of gradients that some rank or one device lacks.
+        every: whether these are all gradients.
         times: each rank's loss divided by one device's.
         right: for n = 1 and n = the number of ranks, whether the sum of the ranks' gradients over n is one device's.
-        asked: whether the step asked for positions.
-        attended: whether the step computed attention of this package.
         tolerance: as in ``verify``.
     """
-    ranks = len(losses)
-    if found and all(x.parallel for x in differences):
+    ranks = len(times)
+    if all(x.ratio for x in found):
         ratio = median(x.ratio for x in found)
-        alike = len(found) == len(differences) and all(abs(x.ratio / ratio - 1) <= 2 * tolerance for x in found)
+        alike = every and all(abs(x.ratio / ratio - 1) <= 2 * tolerance for x in found)
         other = (
             "the loss divides by another number. Give token_loss the ignore_index of the reference, and divide by as "
             "many parts of the batch as it does"
         )
         if alike and all(abs(x / ratio - 1) <= 2 * tolerance for x in times):
-            return [f"every gradient, and the loss, is {ratio:.4g} times one device's: {other}"]
+            return f"every gradient, and the loss, is {ratio:.4g} times one device's: {other}"
         factors = {_factor(x.ratio, ranks, tolerance) for x in found}
-        names = "every gradient" if len(found) == len(differences) else "some gradients"
-        if len(factors) == 1 and (n := factors.pop()) > 1:
-            if len(found) < len(differences):
-                return [
-                    f"some gradients are {n:g} times one device's: what one rank holds alone, such as a shard or an "
-                    f"expert, has the gradients of {n:g} losses, whose mean is due; divide these gradients by {n:g}"
-                ]
-            return [
-                f"every gradient is {n:g} times one device's: {n:g} ranks were summed where their mean is due; average "
-                "with seqpar.sync_gradients(model), without reduce='sum'; if a wrapper sums, pass token_loss "
-                "gradients='sum'"
-            ]
-        if n and n < 1:
-            return [
-                f"{names}: 1/{1 / n:g} of one device's: each of {1 / n:g} ranks has a share of the loss, and the "
-                "gradients were averaged where their sum is due; take the loss from seqpar.token_loss, with "
-                "gradients='mean', or call seqpar.sync_gradients(model, reduce='sum'). "
+        n = factors.pop() if len(factors) == 1 else 0.0
+        number = "the number of ranks, " if n in (ranks, 1 / ranks) else ""
+        if n > 1 and not every:
+            return (
+                f"some gradients are {n:g} times one device's: what one rank holds alone, such as a shard or an "
+                f"expert, has the gradients of {n:g} losses, whose mean is due; divide these gradients by {n:g}"
+            )
+        if n > 1:
+            return (
+                f"every gradient is multiplied by {number}{n:g}: {n:g} ranks were summed where their mean is due; "
+                "average with seqpar.sync_gradients(model), without reduce='sum'; if a wrapper sums, pass token_loss "
+                "gradients='sum', or pass it to parallelize"
+            )
+        if n:
+            which = "every gradient is" if every else "some gradients are"
+            return (
+                f"{which} divided by {number}{1 / n:g}: each of {1 / n:g} ranks has a share of the loss, and the "
+                "gradients were averaged where their sum is due; take the loss from seqpar.token_loss or a "
+                "parallelized model, with gradients='mean', or call seqpar.sync_gradients(model, reduce='sum'). "
                 "Or the loss is divided by the number of parts of a batch, and the step returns it undivided"
-            ]
+            )
         if alike:
-            return [f"every gradient is {ratio:.4g} times one device's: {other}"]
-    if found and right.get(ranks):
-        return [
-            "the mean of the ranks' gradients is one device's, but the step does not average them: call "
-            "seqpar.sync_gradients(model) after backward, or wrap the model in DDP or FSDP over all ranks"
-        ]
-    if found and right.get(1):
-        return [
+            return f"every gradient is {ratio:.4g} times one device's: {other}"
+    if right[ranks]:
+        return (
+            "the gradients were not averaged. The mean of the ranks' gradients is one device's, but the step does not "
+            "average them: call seqpar.sync_gradients(model) after backward, or wrap the model in DDP or FSDP over all "
+            "ranks"
+        )
+    if missing:
+        return f"some rank, or one device, has no gradient for {', '.join(missing[:_SHOWN])}"
+    if right[1]:
+        return (
             "each rank has a share of the loss and of the gradient, and the step does not sum them: call "
             "seqpar.sync_gradients(model, reduce='sum') after backward, or take the loss from seqpar.token_loss"
-        ]
-    if ranks > 1 and not attended:
-        return [
+        )
+    return ""
+
+
+def _cause_of_another_function(losses: Sequence[float], asked: bool, attended: bool, tolerance: float) -> str:
+    """Why the loss or the gradients may be another function's.
+
+    Args:
+        losses: of each rank.
+        asked: whether the step asked for positions.
+        attended: whether the step computed attention of this package.
+        tolerance: as in ``verify``.
+    """
+    if len(losses) > 1 and not attended:
+        return (
             "the step computed no attention of seqpar, so each rank attends to its own tokens only: run the model "
             "inside seqpar.replace_sdpa(sharding), or call seqpar.sdpa or seqpar.attention"
-        ]
-    if unlike := [i for i, x in enumerate(losses) if not _same_loss(x, losses[0], tolerance)]:
-        return [
+        )
+    if unlike := _other_losses(losses, tolerance):
+        return (
             f"the ranks' losses differ ({losses[0]:.6f} on rank 0, {losses[unlike[0]]:.6f} on rank {unlike[0]}): "
             "a term of the loss differs between ranks. If it is the mean over a rank's own tokens, of which the ranks "
             "have different numbers, take the loss from seqpar.token_loss; if it is computed from a rank's own tokens "
             "otherwise, such as a pooled output, unshard them first; if it draws random numbers, draw the same ones"
-        ]
+        )
     positions = (
         "position embeddings or rotary angles that do not take sharding.positions(), which the step did not ask for, "
         "but arange(seq_local)"
         if not asked
         else "positions, where the model takes them from elsewhere than sharding.positions()"
     )
-    return [
+    return (
         "the loss or the gradients are another function's. Look at another mask (causal, documents, padding); labels "
         "that were shifted after they were sharded, or shards of another layout; tokens mixed by something that is not "
         f"attention, such as a convolution or a pooled mean; {positions}"
-    ]
+    )
 
 
 def _factor(ratio: float, ranks: int, tolerance: float) -> float:
@@ -337,80 +511,35 @@ def _factor(ratio: float, ranks: int, tolerance: float) -> float:
     return 0.0
 
 
-def _difference(name: str, rows: Tensor, tolerance: float) -> GradientDifference:
-    by_rank = rows.tolist()
-    errors, ratios = [error_of(x) for x in by_rank], [ratio_of(x) for x in by_rank]
-    worst = max(range(len(errors)), key=errors.__getitem__)
-    same = max(ratios) - min(ratios) <= tolerance * abs(ratios[0])
-    parallel = same and all(is_multiple(x, tolerance) for x in by_rank)
-    return GradientDifference(name, errors[worst], ratios[worst], parallel)
+def _products(a: Tensor | None, e: Tensor | None) -> list[float]:
+    """Of a gradient ``a`` and one device's gradient ``e``: |a - e|², |e|², a·e and |a|². None counts as zeros."""
+    present = e if a is None else a
+    if present is None:
+        return [0.0] * 4
+    a, e = ((torch.zeros_like(present) if x is None else x).double().flatten() for x in (a, e))
+    return torch.stack([(a - e) @ (a - e), e @ e, a @ e, a @ a]).tolist()
 
 
-def _numbers(actual: Tensor, expected: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The ``products`` of the gradients, and of the sum of ``actual`` over the ranks: ``[8]``."""
-    total = actual.clone()
-    if group is not None:
-        run(dist.all_reduce, total, group=group)
-    return torch.cat([products(actual, expected), products(total, expected)])
-
-
-def products(a: Tensor, e: Tensor) -> Tensor:
-    """Of a gradient ``a`` and one device's gradient ``e``: |a - e|², |e|², a·e and |a|², float64 ``[4]`` on the CPU."""
-    a, e = a.double().flatten(), e.double().flatten()
-    return torch.stack([(a - e) @ (a - e), e @ e, a @ e, a @ a]).cpu()
-
-
-def divided(numbers: Sequence[float], n: float) -> list[float]:
-    """The ``products`` of ``a / n`` and ``e``. ``numbers`` are the ``products`` of ``a`` and ``e``."""
+def _divided(numbers: Sequence[float], n: float) -> list[float]:
+    """The ``_products`` of ``a / n`` and ``e``. ``numbers`` are the ``_products`` of ``a`` and ``e``."""
     _, ee, ae, aa = numbers
     return [max(aa / n**2 - 2 * ae / n + ee, 0.0), ee, ae / n, aa / n**2]
 
 
-def error_of(numbers: Sequence[float], least: float = 0.0) -> float:
-    """|a - e| relative to |e|, or to ``least`` if that is greater. ``numbers`` begin with the ``products``."""
+def _error(numbers: Sequence[float], least: float = 0.0) -> float:
+    """|a - e| relative to |e|, or to ``least`` if that is greater. ``numbers`` begin with the ``_products``."""
     error = math.sqrt(numbers[0]) / (max(math.sqrt(numbers[1]), least) or 1.0)
     return math.inf if math.isnan(error) else error
 
 
-def ratio_of(numbers: Sequence[float]) -> float:
-    """The factor by which ``e`` comes closest to ``a``."""
+def _ratio(numbers: Sequence[float]) -> float:
     return numbers[2] / numbers[1] if numbers[1] else math.inf
 
 
-def is_multiple(numbers: Sequence[float], tolerance: float) -> bool:
-    """Whether ``a`` is ``e`` times ``ratio_of(numbers)``."""
+def _is_multiple(numbers: Sequence[float], tolerance: float) -> bool:
+    """Whether ``a`` is ``e`` times ``_ratio(numbers)``."""
     _, ee, ae, aa, *_ = numbers
     return ee > 0 and aa - ae * ae / ee <= (tolerance * ae / ee) ** 2 * ee
-
-
-def _run(step: Step, model: nn.Module) -> tuple[float, dict[str, Tensor]]:
-    """The loss that a step returns, and the full gradient of each parameter that has one."""
-    parameters = inspect.signature(step).parameters.values()
-    takes_model = any(
-        p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters
-    )
-    for p in model.parameters():
-        p.grad = None
-    loss = step(model) if takes_model else step()
-    if not isinstance(loss, (int, float)) and not (isinstance(loss, Tensor) and loss.numel() == 1):
-        raise TypeError(f"{getattr(step, '__name__', 'step')}: returned {type(loss).__name__}; expected the loss")
-    gradients = {}
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            for prefix in _WRAPPERS:
-                name = name.replace(prefix, "")
-            full = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-            gradients[name] = full.detach().clone()
-    return float(loss.detach() if isinstance(loss, Tensor) else loss), gradients
-
-
-def _gather(value: Any, group: ProcessGroup | None) -> list[Any]:
-    if group is None:
-        return [value]
-    values: list[Any] = [None] * group.size()
-    with waiting("verify", group):
-        dist.all_gather_object(values, value, group=group)
-    return values
 
 
 @contextmanager

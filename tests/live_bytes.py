@@ -37,12 +37,21 @@ class LiveBytes(TorchDispatchMode):
         if func.namespace == "seqpar":  # one operator for autograd and compilers, and many inside
             with self:
                 return func.function(*args, **(kwargs or {}))
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, Tensor) and (storage := x.untyped_storage())._cdata not in before:
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                name = str(func.overloadpacket)
-                self.largest[name] = max(self.largest.get(name, 0), storage.nbytes())
-        self.peak = max(self.peak, self.now())
+        new = [x for x in tree_leaves(result) if isinstance(x, Tensor) and not self._counts(x)]
+        if new:
+            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            new = [x for x in new if x.untyped_storage()._cdata not in given]
+        for x in new:
+            storage = x.untyped_storage()
+            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            name = str(func.overloadpacket)
+            self.largest[name] = max(self.largest.get(name, 0), storage.nbytes())
+        if new:
+            self.peak = max(self.peak, self.now())
         return result
+
+    def _counts(self, x: Tensor) -> bool:
+        """Whether the memory of ``x`` is counted already."""
+        held = self._alive.get(x.untyped_storage()._cdata)
+        return held is not None and not held[0].expired()

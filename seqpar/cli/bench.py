@@ -110,11 +110,7 @@ def bench(
 
 
 def run_bench(config: BenchConfig) -> None:
-    """Run one rank of the comparison. Rank 0 prints the tables and writes the files.
-
-    Raises:
-        CommandError: too few GPUs, a folder that cannot be made, or wrong results of a strategy of seqpar.
-    """
+    """Run one rank of the comparison. Rank 0 prints the tables and writes the files."""
     start = time.monotonic()
     device = join(_TIMEOUT, config.device)
     assert dist.group.WORLD is not None

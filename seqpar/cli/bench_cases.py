@@ -151,12 +151,7 @@ class BenchConfig:
         return self.peer if self.peers else ()
 
     def check(self, world: int) -> None:
-        """Check every option, for ``world`` ranks that were started.
-
-        Raises:
-            TypeError: an option has another type.
-            ValueError: the value of an option is not allowed, or does not fit ``world`` ranks.
-        """
+        """Raise a TypeError or ValueError for a wrong option, for ``world`` ranks that were started."""
         for option, values, choices in (
             ("preset", self.preset, PRESETS),
             ("strategy", self.strategy, strategy_names()),

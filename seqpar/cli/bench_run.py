@@ -236,7 +236,6 @@ class CaseMeasurement:
             _append(sample.silent, self._timed(runner.run_silently), has_backward)
 
     def _timed(self, run: Callable[[], Times | None]) -> list[Times]:
-        """The times of the ranks that ran."""
         time.sleep(_PAUSE_S)
         dist.barrier(self._groups.control)
         return [t for t in self._groups.gather(run()) if t is not None]
@@ -266,7 +265,6 @@ def _append(seconds: dict[str, list[float]], times: list[Times], has_backward: b
 
 
 def _relative_errors(by_rank: list[list[tuple[float, float]]]) -> dict[str, float]:
-    """The relative error of each quantity over the rows of all ranks, in the 2-norm."""
     errors = {}
     for name, parts in zip(_QUANTITIES, zip(*by_rank, strict=True), strict=False):
         error, norm = (sum(part[i] for part in parts) for i in range(2))

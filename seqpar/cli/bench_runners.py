@@ -118,11 +118,7 @@ class Peer:
 
 
 def adapters(names: Sequence[str] | None) -> dict[str, Any]:
-    """The adapter modules of these file names, or all.
-
-    Raises:
-        ValueError: there is no adapter of this name.
-    """
+    """The adapter modules of these file names, or all."""
     try:
         available: tuple[str, ...] = import_module("seqpar.peers").PEERS
     except ImportError:  # this installation has no adapters
@@ -133,11 +129,7 @@ def adapters(names: Sequence[str] | None) -> dict[str, Any]:
 
 
 def make_peer(module: Any, setting: BenchSetting) -> Peer:
-    """The attention of the package whose adapter is ``module``.
-
-    Raises:
-        RefusalError: the package is not installed, or cannot compute this setting here.
-    """
+    """The attention of the package whose adapter is ``module``. RefusalError: it cannot compute this setting here."""
     try:
         peer: Peer = module.make(setting)
     except ImportError as error:
@@ -147,11 +139,7 @@ def make_peer(module: Any, setting: BenchSetting) -> Peer:
 
 
 def sdpa(setting: BenchSetting, rows: Tensor | None = None) -> Attend:
-    """PyTorch's attention over all keys: of the queries at the positions ``rows``, or of all queries in order.
-
-    Raises:
-        RefusalError: the mask would be too large as a square matrix.
-    """
+    """PyTorch's attention over all keys: of the queries at the positions ``rows``, or of all queries in order."""
     case = setting.case
     dense = None
     if case.causal is None or (case.causal and rows is not None):
@@ -268,27 +256,16 @@ def local_runner(setting: BenchSetting, backend: str) -> Runner:
 
 
 def strategy_runner(setting: BenchSetting, strategy: BenchStrategy) -> Runner:
-    """Attention by a strategy of seqpar."""
     sharding = Sharding(setting.case.seq_len, strategy.layout, group=setting.group)
     attend: Attend = partial(attention, mask=setting.mask, sharding=sharding, **strategy.options)
-    positions = setting.positions(strategy.layout)
-    silent = attend if setting.group.size() > 1 else None
+    positions, silent = setting.positions(strategy.layout), attend if setting.group.size() > 1 else None
+    names = strategy.layout, strategy.backend
     inputs = local_inputs(setting, positions)
-    name, layout, backend = strategy.name, strategy.layout, strategy.backend
-    return Runner(name, attend, inputs, positions, layout, backend, silent=silent, silence=without_messages)
+    return Runner(strategy.name, attend, inputs, positions, *names, silent=silent, silence=without_messages)
 
 
 def peer_runner(setting: BenchSetting, module: Any, fake_group: Any) -> Runner:
-    """Attention by another package.
-
-    Args:
-        setting: the case and the ranks.
-        module: the adapter of the package.
-        fake_group: a group of the same ranks whose messages take no time.
-
-    Raises:
-        RefusalError: the package cannot run here.
-    """
+    """Attention by another package. In ``fake_group``, which has the same ranks, messages take no time."""
     peer = make_peer(module, setting)
     silent = None
     if peer.any_group and setting.group.size() > 1:

@@ -230,7 +230,6 @@ def _flops(rate: float) -> str:
 
 
 def _start_ranks(measure: bool, check: bool, nproc: int | None) -> RankReport | str:
-    """The report of several ranks on this machine, or the message of the error that they ended with."""
     if not dist.is_gloo_available():
         return "this PyTorch is built without gloo"
     ranks = nproc or max(2, torch.cuda.device_count())

@@ -143,7 +143,6 @@ def launch(function: Callable[..., T], nproc: int, *arguments: Any, deadline_s: 
 
 
 def _run(function: Callable[..., T], nproc: int, arguments: tuple[Any, ...], deadline_s: float) -> T:
-    """One rank."""
     threading.Thread(target=_follow_launcher, args=(deadline_s,), daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or threads_per_rank(nproc)))

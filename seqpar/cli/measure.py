@@ -208,7 +208,6 @@ def measure_machine() -> Hardware:
 
 
 def _measure_links() -> list[Link]:
-    """One of the two ranks."""
     device = join()
     assert dist.group.WORLD is not None
     return list(measure_links(dist.group.WORLD, device))

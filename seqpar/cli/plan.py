@@ -164,7 +164,6 @@ def _digits(x: float, limit: float = 1e5) -> str:
 
 
 def _write(write: Any, path: Path) -> None:
-    """Make the parent folder of ``path`` and call ``write``; CommandError if the path cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write()
@@ -173,7 +172,6 @@ def _write(write: Any, path: Path) -> None:
 
 
 def _row(choice: Choice) -> dict[str, Any]:
-    """A choice as a row of the CSV file. The column names have the units."""
     row = choice.as_dict()
     memory, needs = row.pop("memory"), " ".join(row.pop("needs"))
     sent = {name: row.pop(name) for name in ("bytes_sent", "parameter_bytes_sent")}

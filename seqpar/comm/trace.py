@@ -55,17 +55,6 @@ def trace() -> Iterator[Trace]:
         _open[:] = [t for t in _open if t is not record]
 
 
-@contextmanager
-def untraced() -> Iterator[None]:
-    """Do not count what runs inside the block."""
-    before = _open[:]
-    _open.clear()
-    try:
-        yield
-    finally:
-        _open[:] = before
-
-
 def count_sent(nbytes: int, ranks: Ranks, peer: int | None = None, messages: int = 1) -> None:
     """Count ``nbytes`` of payload that this rank sends to ``peer``, or in equal shares to all other ranks."""
     if not _open:

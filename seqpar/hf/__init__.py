@@ -18,12 +18,12 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 23):
         "pip install --upgrade 'seqpar[hf]', on Python 3.11 or later"
     )
 
-from ..verification import VerificationError
+from ..verification import VerificationError, VerificationReport
 from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
 from .logits import token_log_probs
 from .patch import parallelize, restore
-from .verification.run import VerificationReport, verify
+from .verification.run import verify
 
 if TYPE_CHECKING:
     from .accelerate import ParallelismConfig, SequenceParallelMixin, SequenceParallelTrainer

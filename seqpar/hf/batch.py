@@ -465,7 +465,6 @@ def restarts(ids: Tensor) -> Tensor:
 
 
 def _jump(position_ids: Tensor) -> str | None:
-    """The first place where the ids neither go up by 1 nor restart, in words; None if there is none."""
     for r, row in enumerate(position_ids.detach().cpu()):
         step = F.pad(row.diff(), (1, 0), value=1)
         jumps = ((step != 1) & ~restarts(row)).nonzero().flatten().tolist()

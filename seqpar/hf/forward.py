@@ -147,7 +147,6 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
 
 
 def _check_arguments(model: nn.Module, kwargs: dict[str, Any], parameters: list[str]) -> None:
-    """Raise an error for arguments that models pass on to functions that ``parallelize`` has replaced."""
     for name in _OF_LAYERS:
         if kwargs.get(name) is not None and name not in parameters:
             raise ValueError(

@@ -191,7 +191,6 @@ class _Arguments:
             yield "rows" if (i, size) == (0, self.rows) else "seq" if (i, size) == (1, self.seq_len) else size
 
     def shape(self, name: str, header: _Header) -> torch.Size:
-        """Of a tensor of the rank with ``header``."""
         sizes = {"rows": header.rows, "seq": header.seq_len}
         return torch.Size(sizes[d] if isinstance(d, str) else d for d in self.shapes[name])
 

@@ -48,7 +48,6 @@ class _Ranges(NamedTuple):
 
     @property
     def counts(self) -> tuple[Tensor, Tensor]:
-        """How many blocks are masked, and how many are full."""
         full = self.end_full - self.first_full
         return self.end - self.first - full, full
 

@@ -171,14 +171,12 @@ def _heads_first(width: int, *tensors: Tensor) -> list[Tensor]:
 
 
 def _tiles(intervals: KeyIntervals, batch: int) -> list[tuple[slice, Tile]]:
-    """Every tile, with the batch rows that share it."""
     if intervals.lo.shape[0] == 1:
         return [(slice(0, batch), tile) for tile in tiles(intervals, 0)]
     return [(slice(row, row + 1), tile) for row in range(intervals.lo.shape[0]) for tile in tiles(intervals, row)]
 
 
 def _part(intervals: KeyIntervals, batch: slice, tile: Tile) -> KeyIntervals:
-    """Which keys of the tile its queries see."""
     row = batch.start if intervals.lo.shape[0] > 1 else 0
     lo, hi = (x[row, None, tile.q0 : tile.q1].clamp(tile.k0, tile.k1) - tile.k0 for x in (intervals.lo, intervals.hi))
     return KeyIntervals(lo, hi, intervals.q_positions[tile.q0 : tile.q1], intervals.k_positions[tile.k0 : tile.k1])

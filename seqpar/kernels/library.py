@@ -235,7 +235,6 @@ class LibraryBackend(ABC):
         return launches
 
     def _other(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
-        """The backend for a step that takes too many calls."""
         other = self._fallback(q, k, v, score)
         if self.deterministic and isinstance(other, TritonBackend):
             other = other.made_deterministic()

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         gather: Gather
         """context_parallel with "all_gather": what ranks receive, "kv" or "activations"."""
         overlap: Overlap
-        """tp_sp: how communication and GEMMs overlap, "auto", "ring", "symm_mem" or "none"."""
+        """tp_sp: how communication and GEMMs overlap, "auto", "ring" or "none"."""
         context: StrategyName | None
         """tp_sp: the strategy of attention over the mesh's ring and ulysses dimensions."""
 

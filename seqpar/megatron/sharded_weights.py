@@ -183,12 +183,19 @@ def _shard(full: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def _tensor_mesh(ranks: ParallelContext, device: torch.device) -> DeviceMesh:
-    """The tensor-parallel ranks as a mesh of one dimension. A part of the layer's mesh, so that FSDP's can join it."""
-    if ranks.mesh is not None:
-        return ranks.mesh if ranks.mesh.ndim == 1 else ranks.mesh["tp"]
+    """The tensor-parallel ranks as a mesh of one dimension. A part of the layer's mesh, so that FSDP's can join it.
+
+    A layer's weights share it: PyTorch takes a millisecond to make one.
+    """
+    if ranks.mesh is not None and ranks.mesh.ndim == 1:
+        return ranks.mesh
     assert ranks.tensor is not None
     types = {d.type for d in ranks.tensor._device_types}
-    return DeviceMesh.from_group(ranks.tensor, device.type if device.type in types else min(types))
+    kind = device.type if device.type in types else min(types)
+    if kind not in ranks.tensor_meshes:
+        made = ranks.mesh["tp"] if ranks.mesh is not None else DeviceMesh.from_group(ranks.tensor, kind)
+        ranks.tensor_meshes[kind] = made
+    return ranks.tensor_meshes[kind]
 
 
 class _ToLocal(torch.autograd.Function):

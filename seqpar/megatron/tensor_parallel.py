@@ -48,7 +48,7 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
     ``seqpar.shard(x, mesh=mesh, layout=layout, strategy="tp_sp")`` does.
 
     Args:
-        overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
+        overlap: how communication and GEMMs overlap: "auto", "ring" or "none".
         context: the strategy of attention over the ring and ulysses dimensions: "ring", "ulysses", "hybrid" or
             "context_parallel"; by default it follows from the sizes of the two dimensions.
         options: the options of that strategy, and the arguments of ``ParallelAttention``.
@@ -157,7 +157,7 @@ class MegatronMLP(nn.Module):
         group: the ranks they are sharded over, instead of a mesh. With neither, the default group.
         bias: whether all projections have biases. The bias of ``down_proj`` is replicated, and added once, after the
             reduce-scatter.
-        overlap: how communication and GEMMs overlap: "auto", "ring", "symm_mem" or "none".
+        overlap: how communication and GEMMs overlap: "auto", "ring" or "none".
         device: the device of the weights.
         dtype: the dtype of the weights.
     """
@@ -292,7 +292,6 @@ def row_linear(x: Tensor, linear: ShardedLinear, tokens: ShardedTokens | None) -
 
 
 def _default_context(mesh: DeviceMesh | None) -> str:
-    """The strategy that follows from the sizes of a mesh's ring and ulysses dimensions."""
     names = mesh.mesh_dim_names or () if mesh is not None else ()
     ring, ulysses = (mesh is not None and name in names and mesh[name].size() > 1 for name in ("ring", "ulysses"))
     if ring and ulysses:

@@ -82,7 +82,6 @@ class Kept:
             self._event = stream.record_event()
 
     def _wait(self, device: torch.device) -> None:
-        """Make the stream of the kernels wait for the last copy."""
         assert self._event is not None
         torch.cuda.current_stream(device).wait_event(self._event)
 

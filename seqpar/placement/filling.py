@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 PERMILLE = 19  # by how much a rank's pairs, or tokens, may exceed the mean
 _NEAR = 12  # pieces that are compared for one choice
+_FEWEST = 8  # short pieces for a rank, at least
 _DEEP = 4  # tiles at the dense end by which long pieces are compared: the last tile may hold another document
 
 
@@ -73,20 +74,19 @@ class _Filler:
         short = self._merged(short)
         self.short = sorted(short, key=lambda piece: (self._mean(piece), piece.lo))
         self.means = [self._mean(piece) for piece in self.short]
+        self._prefixes: tuple[list[int], list[int]] | None = None  # of ``_sparsest``, until ``short`` changes
 
     def _is_long(self, piece: Piece) -> bool:
         return piece.size > self.tiles or self.cost(piece) > self.mean
 
     def _merged(self, short: Iterable[Piece]) -> list[Piece]:
-        """Sparse neighbours as one piece: fewer ranges, in which a cut costs few rows."""
-        merged, before = list[Piece](), False
+        """Small neighbours as one piece: fewer ranges, and a cut between two of them costs no rows."""
+        merged = list[Piece]()
         for piece in short:
-            sparse = self.cost(piece) * self.tiles * 8 <= self.mean * piece.size
-            if before and sparse and merged[-1].hi == piece.lo and (piece.hi - merged[-1].lo) * 8 <= self.tiles:
+            if merged and merged[-1].hi == piece.lo and (piece.hi - merged[-1].lo) * _FEWEST <= self.tiles:
                 lo = merged.pop().lo
                 piece = Piece(lo, piece.hi, Component(lo, piece.hi, False))
             merged.append(piece)
-            before = sparse
         return merged
 
     def cost(self, piece: Piece) -> int:
@@ -118,18 +118,36 @@ class _Filler:
             t, a = t - piece.size, a - self.cost(piece)
         return pieces
 
-    def _fits(self, piece: Piece, t: int, a: int) -> bool:
-        """Whether the whole piece leaves enough for the sparsest tiles that could follow."""
+    def _fits(self, piece: Piece, t: int, a: int, index: int | None = None) -> bool:
+        """Whether the whole piece, ``short[index]`` or a long one, leaves enough for the sparsest tiles that follow."""
         left, a = t - piece.size, a - self.cost(piece)
         if left < 0 or a < 0:
             return False
-        for short in self.short if left else ():
-            if short is not piece:
-                count = min(left, short.size)
-                left, a = left - count, a - count * self.cost(short) // short.size
-            if a < 0 or not left:
-                return a >= 0
+        if not left:
+            return True
+        sizes, costs = self._sparsest(t)  # of the first pieces together
+        if index is not None and index < len(sizes) and sizes[index] <= t:  # the piece is one of them
+            left, a = t, a + self.cost(piece)
+        if (last := bisect_left(sizes, left)) < len(sizes):
+            missing, short = sizes[last] - left, self.short[last]
+            return costs[last] - missing * self.cost(short) // short.size <= a
+        if sizes:
+            left, a = left - sizes[-1], a - costs[-1]
         return left * min([self._end(p, 1, False) for p in self.long], default=0) <= a
+
+    def _sparsest(self, t: int) -> tuple[list[int], list[int]]:
+        """The tiles, and the costs, of the first short piece, of the first two and so on, to at least ``t`` tiles."""
+        known = self._prefixes
+        if known is None or (known[0][-1:] < [t] and len(known[0]) < len(self.short)):
+            sizes, costs, size, cost = list[int](), list[int](), 0, 0
+            for piece in self.short:
+                size, cost = size + piece.size, cost + self.cost(piece)
+                sizes.append(size)
+                costs.append(cost)
+                if size >= t:
+                    break
+            known = self._prefixes = sizes, costs
+        return known
 
     def _two_ends(self, piece: Piece, t: int, a: int) -> list[Piece]:
         """The dense end of ``piece``, and sparse tiles: whole short pieces, and the head of ``piece``."""
@@ -207,10 +225,10 @@ class _Filler:
         """The index of the short piece that a rank without long pieces takes next: at first the densest that fits, then
         one whose mean cost is nearest to the mean cost of what is missing."""
         if first:
-            fitting = (i for i in reversed(range(len(self.short))) if self._fits(self.short[i], t, a))
+            fitting = (i for i in reversed(range(len(self.short))) if self._fits(self.short[i], t, a, i))
             return next(fitting, None)
-        near = [i for i in self._around(t, a) if self._fits(self.short[i], t, a)]
-        return min(near, key=lambda i: abs(self.means[i] * t - a), default=None)
+        near = sorted(self._around(t, a), key=lambda i: abs(self.means[i] * t - a))
+        return next((i for i in near if self._fits(self.short[i], t, a, i)), None)
 
     def _rest(self, t: int, a: int) -> list[Piece]:
         """The last ``t`` tiles: both ends of the smallest short piece whose ends can cost ``a``."""
@@ -239,8 +257,14 @@ class _Filler:
         return range(max(0, at - _NEAR), min(len(self.short), at + _NEAR))
 
     def _pop(self, index: int) -> Piece:
+        self._forget(index)
         self.means.pop(index)
         return self.short.pop(index)
+
+    def _forget(self, index: int) -> None:
+        """``short`` changes at ``index``."""
+        if self._prefixes is not None and index < len(self._prefixes[0]):
+            self._prefixes = None
 
     def _remove(self, piece: Piece) -> None:
         if piece in self.long:
@@ -256,5 +280,6 @@ class _Filler:
             self.long.append(piece)
         else:
             index = bisect_left(self.means, self._mean(piece))
+            self._forget(index)
             self.means.insert(index, self._mean(piece))
             self.short.insert(index, piece)

@@ -294,7 +294,6 @@ class Positions:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        """The index of each stripe's first position, and the number of positions."""
         return list(accumulate((stripe.count for stripe in self.stripes), initial=0))
 
     def with_offsets(self) -> Iterable[tuple[Stripe, int]]:

@@ -126,6 +126,7 @@ class ParallelContext(Opaque):
         check_mesh_and_group(mesh, group)
         self.mesh = mesh
         self.group = group
+        self.tensor_meshes: dict[str, DeviceMesh] = {}  # by device type: of a tensor-parallel layer's weights
 
     @cached_property
     def tensor(self) -> ProcessGroup | None:

@@ -217,7 +217,6 @@ def plan(
 
 
 def _common_batch(compared: Sequence[Setting], switches: Sequence[Switches]) -> int:
-    """The smallest number of sequences that every split that fits can compute in a step."""
     fitting = [x for x in compared if any(_is_possible(x, y) for y in switches)]
     return lcm(*(x.replicas * x.batch for x in fitting or [max(compared, key=lambda x: x.sequence_ranks)]))
 
@@ -348,7 +347,6 @@ def is_equal(choice: Choice, fastest: Choice) -> bool:
 
 
 def _order(choice: Choice) -> tuple[int, float, float]:
-    """Sorts the better choice first."""
     if not choice.fits:
         return 2, choice.memory_bytes, 0.0
     return (1 if choice.needs else 0), -choice.tokens_per_s, choice.memory_bytes

@@ -13,10 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from .hardware import Hardware
-from .layer import RankTimeline
 from .memory import Switches
 from .setting import Setting
-from .simulate import Timeline
 from .step import Choice, StepCost, step
 
 LONG, SHORT, HOSTS, PACKED = "long", "short", "several hosts", "packed"
@@ -106,9 +104,9 @@ def calibration() -> Calibration:
     return Calibration(**values["shares"], ranges=ranges)
 
 
-def expected_cost(setting: Setting, shares: Calibration | None = None) -> StepCost:
+def expected_cost(setting: Setting) -> StepCost:
     """What a step costs at the expected rates."""
-    return StepCost(replace(setting, hardware=(shares or calibration()).hardware(setting)))
+    return StepCost(replace(setting, hardware=calibration().hardware(setting)))
 
 
 def forecast(setting: Setting, switches: Switches, pairs: int, cost: StepCost) -> Choice:
@@ -130,21 +128,3 @@ def forecast(setting: Setting, switches: Switches, pairs: int, cost: StepCost) -
         low_s=max(floor, low * choice.seconds),
         high_s=max(floor, high * choice.seconds),
     )
-
-
-def expected_step(setting: Setting, switches: Switches, shares: Calibration) -> float:
-    """The expected seconds of a step."""
-    cost = expected_cost(setting, shares)
-    return step(cost.setting, switches, 1, cost).seconds
-
-
-def expected_attention(setting: Setting, passes: str, shares: Calibration) -> float:
-    """The expected seconds of the attention of one layer by itself: "forward", "backward" or "both"."""
-    rank = RankTimeline(replace(setting, hardware=shares.hardware(setting)))
-    seconds = 0.0
-    for name, backward in (("forward", False), ("backward", True)):
-        if passes in (name, "both"):
-            timeline = Timeline()
-            rank.attention(timeline, backward)
-            seconds += timeline.run().seconds
-    return seconds

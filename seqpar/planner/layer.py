@@ -6,7 +6,7 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -94,7 +94,6 @@ class RankTimeline:
         return sum(self._mlp_seconds())
 
     def _projection_seconds(self) -> tuple[float, float]:
-        """Seconds of the projections in forward: to q, k and v, and of the output."""
         m = self.setting.model
         return self._gemm_seconds(m.qkv_parameters - m.expanding_parameters), self._gemm_seconds(m.d_out * m.hidden)
 
@@ -135,22 +134,20 @@ class RankTimeline:
         timeline.wait(sums)
 
     def _exchange(self, timeline: Timeline, name: str) -> int | None:
-        """Send this rank's hidden states to one tensor-parallel rank after another, and receive theirs."""
         place, size = self._place, float(self._tokens * self.setting.model.hidden * ELEMENT_BYTES)
         messages = [(place.level_to(tensor=i), size) for i in range(self.setting.tensor) if i != place.tensor]
         return place.start(timeline, name, "tensor", messages, messages, self.setting.hardware.peer, len(messages))
 
     def _memory_bound(self, timeline: Timeline, name: str, elements: float) -> None:
-        """Record operations that read or write ``elements`` elements for each of this rank's tokens."""
         timeline.compute(name, elements * self._tokens * ELEMENT_BYTES / self.setting.hardware.memory_bandwidth)
 
 
-def attention_seconds(setting: Setting, backward: bool = True) -> float:
-    """Seconds of attention alone on the slowest rank: of forward, and with ``backward`` of forward and backward."""
+def attention_seconds(setting: Setting, passes: Sequence[str] = ("forward", "backward")) -> float:
+    """Seconds of the attention of one layer by itself, on the slowest rank."""
     rank, seconds = RankTimeline(setting), 0.0
-    for is_backward in (False, True) if backward else (False,):
+    for name in passes:
         timeline = Timeline()
-        rank.attention(timeline, is_backward)
+        rank.attention(timeline, name == "backward")
         seconds += timeline.run().seconds
     return seconds
 

@@ -91,7 +91,6 @@ class RankPlace:
 
 
 def _bytes_by_level(messages: Messages) -> dict[str, float]:
-    """The sum of the messages' bytes on each level."""
     totals = dict.fromkeys(LEVELS, 0.0)
     for level, size in messages:
         totals[level] += size
@@ -160,7 +159,6 @@ class RecordedTransport(PeerToPeer):
         return [(self._place.level_to(ring=peer), size) for peer in peers if peer != plan.rank]
 
     def _messages(self, transfers: tuple[Transfer, ...], row_bytes: float) -> Messages:
-        """The messages of some transfers; this rank sends none to itself."""
         return [
             (self._place.level_to(ring=transfer.peer), len(transfer.owner_rows) * row_bytes)
             for transfer in transfers

@@ -162,11 +162,9 @@ class ModelShape:
 
     @property
     def _weights_per_width(self) -> int:
-        """Number of weights of an MLP of width 1."""
         return (3 if self.gated else 2) * self.hidden
 
     def _mean_over_layers(self, width: int) -> float:
-        """The width of the MLP averaged over the layers; the layers with experts have ``width``."""
         return width + self.dense_layers * (self.dense_width - width) / self.layers
 
     def model_flops(self, tokens: float, pairs: float) -> float:
@@ -286,7 +284,6 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
-    """The number of layers without experts in a mixture of experts of ``layers`` layers."""
     first = config.get("first_k_dense_replace") or 0
     step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
     named = config.get("mlp_only_layers") or ()
@@ -320,7 +317,6 @@ def _local_layers(config: Mapping[str, Any], layers: int) -> tuple[int, int]:
 
 
 def _table() -> dict[str, ModelShape]:
-    """The models of ``models.json``, whose entries are ``[source, config]``."""
     table = json.loads(Path(__file__).with_name("models.json").read_text())["models"]
     return {name: _of_config(config, name) for name, (_, config) in table.items()}
 

@@ -73,12 +73,10 @@ def _stripes(shards: Sequence[Positions]) -> Array:
 
 
 def _shard_of_stripes(shards: Sequence[Positions]) -> Array:
-    """The index of each stripe's shard, in the order of ``_stripes``: int64 ``[stripes]``."""
     return np.repeat(np.arange(len(shards)), [len(shard.stripes) for shard in shards])
 
 
 def _positions_at(positions: Positions, index: Array) -> Array:
-    """The positions at ``index``, which is increasing."""
     found = np.empty_like(index)
     for stripe, offset in positions.with_offsets():
         inside = (index >= offset) & (index < offset + stripe.count)

@@ -71,7 +71,6 @@ def missing_memory(choice: Choice, hardware: Hardware) -> str:
 
 
 def _awaited(choice: Choice, hardware: Hardware) -> str:
-    """Which transfers a rank waits for."""
     if choice.parameters_s > choice.compute_s:
         return (
             "for weights and gradients, whose transfers take longer than the computation (pipeline parallelism, which "
@@ -83,7 +82,6 @@ def _awaited(choice: Choice, hardware: Hardware) -> str:
 
 
 def _more_compute(choice: Choice, best: Choice) -> str:
-    """Why the slowest rank of a choice computes longer than the best choice's."""
     if choice.switches.recompute != best.switches.recompute:
         return "it recomputes more"
     return "its kernels are smaller, or its ranks' work is less equal"

@@ -216,7 +216,6 @@ def _find_missing(ranks: Sequence[int], closed: bool) -> tuple[dict[int, _Entry]
 
 
 def _entries(store: dist.Store, ranks: Sequence[int]) -> dict[int, _Entry]:
-    """The entries of ``ranks``; a rank without an entry is left out."""
     keys = [_ENTRY.format(rank) for rank in ranks]
     if not ranks or store.check(keys):  # to get a key that has never been set would block
         values = map(json.loads, store.multi_get(keys) if keys else ())

@@ -116,11 +116,6 @@ class AttentionPlan:
         """How many hosts the ring has."""
         return self.sharding.ring // self.per_host
 
-    @property
-    def inter_host_hops(self) -> int:
-        """How many exchanges between hosts there are."""
-        return min(1, self.hosts - 1) if self.gather else self.hosts - 1
-
     def prepare(self) -> AttentionPlan:
         """Plan all steps now, and return the plan."""
         for _ in self:
@@ -265,7 +260,6 @@ class AttentionPlan:
         return False
 
     def _distances(self, index: int) -> tuple[int, int]:
-        """The distance to the owner of a step's keys, in a ring: in hosts, and in ranks inside a host."""
         first = (self.per_host + 1) // 2  # steps of the own host that come first
         inter_host_steps = (self.hosts - 1) * self.per_host
         if index < first:

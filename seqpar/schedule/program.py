@@ -193,7 +193,6 @@ class Program:
         return tuple(steps)
 
     def _of_tensors(self, heads: Heads) -> tuple[range | None, range | None]:
-        """The heads as indices into q and into k and v."""
         if heads == self.heads:
             return None, None
         return heads.q_range(within=self.heads), heads.kv_range(within=self.heads)

@@ -76,16 +76,10 @@ def unshard(
     """The full tensor on every rank, all-gathered from the shards that ``shard`` returned.
 
     Without ``sharding`` a handshake comes first, in which the ranks learn the length of the sequence and compare their
-    shards. See ``Sharding.unshard``.
+    shards. See ``Sharding.unshard``. All arguments but ``x_local`` are as given to ``shard``.
 
     Args:
         x_local: this rank's shard, with ``seq_local`` entries along ``dim``.
-        dim: the dimension of the sequence.
-        mesh: as given to ``shard``.
-        group: as given to ``shard``.
-        layout: as given to ``shard``.
-        strategy: as given to ``shard``.
-        sharding: instead of them; the call is then ``sharding.unshard(x_local, dim)``.
 
     Returns:
         ``x_local`` with ``seq`` entries along ``dim``, in the order of the sequence.
@@ -131,13 +125,10 @@ def positions(
 ) -> Tensor:
     """``Sharding(seq_len, layout, ...).positions()``: global positions of this rank's tokens. Nothing is sent.
 
+    All arguments but ``seq_len`` are as given to ``shard``.
+
     Args:
-        seq_len: the length of the full sequence, in tokens.
-        mesh: as given to ``shard``.
-        group: as given to ``shard``.
-        layout: as given to ``shard``.
-        strategy: as given to ``shard``.
-        sharding: instead of the other arguments; the call is then ``sharding.positions()``.
+        seq_len: the length of the full sequence, in tokens; not needed with ``sharding``.
 
     Returns:
         int64 ``[seq_local]`` on the CPU, increasing.

@@ -593,7 +593,6 @@ def resolve_sequence_group(
 
 
 def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
-    """The global ranks of ``group``; None is this process alone."""
     if group is None:
         return (dist.get_rank() if dist.is_initialized() else 0,)
     return global_ranks(group)

@@ -236,7 +236,6 @@ class Run:
         return sink_gradient(self.score, output)
 
     def _of_step(self, step: Step, q: Tensor) -> tuple[Tensor, KeyIntervals, Score]:
-        """The queries of a step, which of its keys they see, and the score function of its heads."""
         intervals, at = self.plan.intervals(step.index, q.device, self._positions), step.q_heads
         assert intervals is not None
         if at is None:

@@ -1,7 +1,5 @@
 """The functions of ``tensor_sequence.py`` without its overlap: one collective, and one GEMM of all tokens.
 
-``overlap="none"`` calls torch's collectives, ``overlap="symm_mem"`` PyTorch's fused operators over NVLink.
-
 Shapes: b batch, s tokens of this rank, t tokens of all ranks.
 """
 
@@ -16,13 +14,10 @@ from torch import Tensor
 
 from .gemm import add_weight_gradient, join, sum_dtype
 from .sequence_chunks import SequenceChunks
-from .symmetric_memory import all_gather_matmul, matmul_reduce_scatter
 
 
 def all_gather_linear(x: Tensor, weights: Sequence[Tensor], chunks: SequenceChunks) -> list[Tensor]:
     """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
-    if chunks.overlap == "symm_mem":
-        return all_gather_matmul(x, weights, chunks.group)
     full = chunks.all_gather(x)  # [b, t, in]
     return [F.linear(full, w) for w in weights]
 
@@ -39,13 +34,10 @@ def all_gather_linear_backward(
     dx = None
     if need_x:
         weight = join(weights)  # [out, in]
-        if chunks.overlap == "symm_mem":
-            dx = matmul_reduce_scatter(join(douts, -1), weight, chunks.group)
-        else:
-            full_dx = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, in]
-            for rows in chain.from_iterable(chunks.rows.pieces):  # so that not all of douts are joined at a time
-                rows.put(full_dx, join([rows.take(dout) for dout in douts], -1) @ weight)
-            dx = chunks.reduce_scatter(full_dx)
+        full_dx = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, in]
+        for rows in chain.from_iterable(chunks.rows.pieces):  # so that not all of douts are joined at a time
+            rows.put(full_dx, join([rows.take(dout) for dout in douts], -1) @ weight)
+        dx = chunks.reduce_scatter(full_dx)
     dweights: list[Tensor | None] = [None] * len(weights)
     full = chunks.all_gather(x) if any(need_weights) else x
     for i, (dout, w, need) in enumerate(zip(douts, weights, need_weights, strict=True)):
@@ -55,8 +47,6 @@ def all_gather_linear_backward(
 
 def linear_reduce_scatter(x: Tensor, weight: Tensor, chunks: SequenceChunks) -> Tensor:
     """``x [b, t, in]`` and ``weight [out, in]`` to ``[b, s, out]``."""
-    if chunks.overlap == "symm_mem":
-        return matmul_reduce_scatter(x, weight.t(), chunks.group)
     return chunks.reduce_scatter(F.linear(x, weight))
 
 

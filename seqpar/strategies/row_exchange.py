@@ -167,7 +167,6 @@ def _document_starts(mask: Mask) -> list[Tensor]:
 
 
 def _begin(starts: Tensor, positions: Tensor) -> Tensor:
-    """The position at which the document of each position begins."""
     return starts[torch.searchsorted(starts, positions.contiguous(), right=True) - 1]
 
 

@@ -24,10 +24,9 @@ from ..comm.waiting import Pending, operation, run
 from ..placement.layout import TokenLayout, split_range
 from ..ranks.mesh import rank_in, size_of
 from .gemm import sum_dtype
-from .symmetric_memory import symmetric_memory_reason
 
 _NAME = "a tensor-parallel layer"  # of the collectives, in errors
-Overlap = Literal["auto", "ring", "symm_mem", "none"]
+Overlap = Literal["auto", "ring", "none"]
 OVERLAPS: tuple[str, ...] = get_args(Overlap)
 
 # The full sequence is sent in about this many pieces, so each of P ranks sends its chunk in about _PIECES / P.
@@ -142,7 +141,7 @@ class SequenceChunks:
 
     group: ProcessGroup | None  # None is a single rank
     rows: ChunkRows
-    overlap: str = "ring"  # or "auto", "symm_mem" or "none"
+    overlap: str = "ring"  # or "auto" or "none"
     float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
 
     @cached_property
@@ -308,11 +307,3 @@ class PartialSums:
             for part, buffer in zip(total.split(lengths, 1), buffers, strict=True):
                 part += buffer
         return total.to(self._local.dtype)
-
-
-def check_overlap(overlap: str, group: ProcessGroup | None, rows: ChunkRows, device: torch.device) -> None:
-    """Raise a ValueError if ``overlap`` is "symm_mem" and cannot run."""
-    if overlap == "symm_mem" and group is not None:
-        even = rows.order is None and len(set(rows.lengths)) == 1
-        if (reason := symmetric_memory_reason(group, device, even)) is not None:
-            raise ValueError(f"overlap='symm_mem' cannot run here: {reason}; use overlap='auto'")

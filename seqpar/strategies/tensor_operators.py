@@ -3,9 +3,8 @@
 ``overlap`` selects how communication and GEMMs overlap:
 
 * "ring": the GEMMs of one chunk run while the next chunk is received (``tensor_sequence.py``);
-* "symm_mem": PyTorch's fused symmetric-memory operators, for NVLink (``one_gemm.py``);
 * "none": one collective before or after one GEMM (``one_gemm.py``);
-* "auto": the same as "ring", because "symm_mem" has not been measured yet.
+* "auto": "ring"; on a GPU "none" where a chunk is too small for a message.
 
 Shapes: b batch, s tokens of this rank, t tokens of all tensor-parallel ranks.
 """
@@ -29,10 +28,10 @@ from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
 from . import one_gemm, tensor_sequence
 from .autograd import to_autocast_dtype
-from .sequence_chunks import SequenceChunks, check_overlap, rows_in_rank_order, rows_of_sharding
+from .sequence_chunks import SequenceChunks, rows_in_rank_order, rows_of_sharding
 
 # By overlap: the module whose functions compute.
-_ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm, "symm_mem": one_gemm}
+_ALGORITHMS: dict[str, Any] = {"ring": tensor_sequence, "none": one_gemm}
 
 
 @register_constant_type(AttentionSpec)
@@ -41,7 +40,7 @@ class ChunkOptions(Opaque):
     """The constants of ``SequenceChunks``.
 
     Attributes:
-        overlap: "auto", "ring", "symm_mem" or "none".
+        overlap: "auto", "ring" or "none".
         attention: the spec of the attention that reads the tokens, which are put into its order. None: the chunks of
             the ranks follow one another. If its keys are replicated, all its ranks hold the chunks.
         lengths: the number of tokens of each rank, where the ranks have told each other; None: the sharding says.
@@ -94,7 +93,6 @@ def _make_chunks(
         if replicated:
             group, layout, rank = placement.sequence, layout.together(), 0
         rows = rows_of_sharding(layout, rank, device)
-    check_overlap(options.overlap, group, rows, device)
     return SequenceChunks(group, rows, options.overlap, float32_gradients=replicated)
 
 

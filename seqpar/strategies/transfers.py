@@ -125,7 +125,6 @@ class GradientReduce:
             del message  # so that the next message can use its memory
 
     def _parts(self, step: Step) -> list[Sequence[Tensor]]:
-        """The gradients of this rank's K/V, message by message."""
         dk, dv = take_kv(self._dkv, step)
         return [[dk], [dv]] if self._gather else [(dk, dv)]
 

@@ -281,7 +281,6 @@ class Collectives:
         return accumulate
 
     def _message(self, local: KeyValues) -> Tensor:
-        """This rank's K/V, ``[elements]``."""
         return local.message(RowSpans(((0, local.kv[0].shape[1]),)), self.link, self._plan.longest, padded=True).flat
 
     def _rows_of(self, transfer: Transfer, x: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -290,7 +289,6 @@ class Collectives:
         return Message(like, self._plan.longest, flat=x[local, host]).narrow(0, transfer.owner_rows.count)
 
     def _add(self, total: Tensor, dkv: Sequence[Tensor]) -> None:
-        """Add ``total [elements]``, gradients of this rank's K/V, to ``dkv``."""
         for x, sums in zip(dkv, Message(dkv, self._plan.longest, flat=total).tensors, strict=True):
             x.add_(sums[:, : x.shape[1]])
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
@@ -31,6 +31,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, 16), nn.Embedding(TOKENS, 16)
         self.stem, self.qkv, self.head = nn.Linear(16, 16), nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+        self.key_bias = nn.Parameter(torch.randn(2, 8))  # its gradient is zero, but for rounding
         self.dropout = nn.Dropout(0.5)
         self.shifts = self.pools = False
 
@@ -48,6 +49,7 @@ class Decoder(nn.Module):
         if shards_after_stem:
             x = sharding.shard(x)
         q, k, v = self.qkv(x).unflatten(2, (3, 2, 8)).unbind(2)
+        k = k + self.key_bias
         strategy: Any = "local" if sharding is None else "ring"
         if mask is LOCAL:
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -121,8 +123,14 @@ class Run:
                 dist.all_reduce(p.grad, group=self.group)
         elif mistake == "shares, summed":
             seqpar.sync_gradients(self.model, group=self.group, reduce="sum")
-        elif mistake not in ("not averaged", "shares, not summed", "wrapper that sums", "FSDP2"):
+        elif mistake not in ("not averaged", "shares, not summed", "wrapper that sums", "FSDP1", "FSDP2"):
             seqpar.sync_gradients(self.model, group=self.group)
+        if mistake == "two factors":
+            for factor, weight in enumerate([self.plain.head.weight, self.plain.stem.weight], start=2):
+                assert weight.grad is not None
+                weight.grad.mul_(factor)
+        if mistake == "no gradient" and self.group.rank() == 1:
+            self.plain.head.weight.grad = None
         return loss
 
 
@@ -148,18 +156,23 @@ MISTAKES = {
     "divisor 3": "the loss divides by another number",
     "not replaced": "the step computed no attention of seqpar",
     "counted": "the ignore_index of the reference",
+    "two factors": "it is 3 times one device's",
+    "no gradient": "some rank, or one device, has no gradient for head.weight",
 }
 
 
 @on_ranks
 def reports(group: ProcessGroup, seed: int) -> dict[str, tuple[bool, str]]:
     found = {}
-    for name in ("", "stem", "DDP", "FSDP2", "shares, summed", *MISTAKES):
+    for name in ("", "stem", "DDP", "FSDP1", "FSDP2", "shares, summed", *MISTAKES):
         run = Run(group, seed, name)
         if name in ("DDP", "averaged", "wrapper that sums"):
             run.model = wrapper = DistributedDataParallel(run.plain, process_group=group)
             if name == "wrapper that sums":
                 sum_gradients(wrapper, group)
+        if name == "FSDP1":
+            cpu = torch.device("cpu")
+            run.model = FullyShardedDataParallel(run.plain, group, device_id=cpu, use_orig_params=True)
         if name == "FSDP2":
             fully_shard(run.plain, mesh=DeviceMesh.from_group(group, "cpu"))
         before = [p.grad for p in run.plain.parameters()]

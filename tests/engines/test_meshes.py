@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, pipelining
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 import seqpar
 from seqpar import Mask, Sharding
@@ -73,9 +74,14 @@ def random_rows(count: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
+def shard_of(x: Tensor) -> Tensor:
+    """This rank's part of a DTensor. An operation on a DTensor of three dimensions takes torch 0.1 s to plan."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 @on_ranks
 def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...], fsdp: tuple[str, ...]) -> float:
-    """Two steps of SGD with momentum. Returns the largest difference of a weight from one process."""
+    """Two steps of gradient descent. Returns the largest difference of a weight from one process."""
     torch.manual_seed(seed)
     root = dist.init_device_mesh("cpu", sizes, mesh_dim_names=NAMES)
     mesh, pp = root[NAMES[1:]], root["pp"].get_group()
@@ -99,7 +105,10 @@ def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...],
         losses = seqpar.vocab_parallel_cross_entropy(logits, labels, VOCAB, sharding=sharding)
         return seqpar.token_loss(losses, labels, sharding=sharding)
 
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (local, modules)]
+    if schedule:
+        made = [PipelineStage(parts[n], i, count, torch.device("cpu"), group=pp) for n, i in enumerate(stages)]
+        make: Any = getattr(pipelining, f"Schedule{schedule}")
+        run = make(made if per_rank > 1 else made[0], MICRO_BATCHES, loss_fn=loss_of)
     dp = mesh["dp"].get_local_rank()
     for _ in range(STEPS):
         batches = [random_rows(mesh["dp"].size()) for _ in range(MICRO_BATCHES)]  # of each micro-batch, a row a replica
@@ -110,10 +119,7 @@ def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...],
                 losses.append(loss_of(parts[0](i), labels_of_one))
                 (losses[-1] / MICRO_BATCHES).backward()
         else:
-            made = [PipelineStage(parts[n], i, count, torch.device("cpu"), group=pp) for n, i in enumerate(stages)]
-            make: Any = getattr(pipelining, f"Schedule{schedule}")
             given = {"target": labels, "losses": losses} if count - 1 in stages else {}
-            run = make(made if per_rank > 1 else made[0], MICRO_BATCHES, loss_fn=loss_of)
             run.step(*([ids] if 0 in stages else []), **given)
         seqpar.sync_gradients(modules, mesh=mesh)
         expected = [F.cross_entropy(local(x).mT, y) for x, y in batches]
@@ -124,9 +130,10 @@ def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...],
         square = seqpar.clip_grad_norm_(modules, torch.inf, mesh=mesh).square()  # of this rank's stages
         dist.all_reduce(square, group=pp)
         torch.testing.assert_close(square.sqrt(), norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        for p in (*local.parameters(), *modules.parameters()):
+            assert p.grad is not None
+            shard_of(p.data).sub_(shard_of(p.grad), alpha=0.1)
+            p.grad = None
     theirs = dict(local.named_parameters())
     return max(float((full(p) - theirs[n]).detach().abs().max()) for part in parts for n, p in part.named_parameters())
 
@@ -160,4 +167,4 @@ def sixteen() -> Iterator[Pool]:
 
 @pytest.mark.slow
 def test_sixteen_ranks(sixteen: Pool) -> None:
-    check(sixteen, "Interleaved1F1B", (2, 2, 2, 1, 2), ("dp", "ring"))
+    check(sixteen, "1F1B", (2, 2, 2, 1, 2), ("dp", "ring"))

@@ -120,5 +120,6 @@ def test_code_of_known_libraries() -> None:
 
 
 def test_refused_environment() -> None:
-    with mock.patch.dict(os.environ, {"SEQPAR_VERIFY": "often"}), pytest.raises(ValueError, match="SEQPAR_VERIFY="):
-        seqpar.hf.parallelize(tiny("llama"), strategy="local")
+    for name, value in (("SEQPAR_VERIFY", "often"), ("SEQPAR_VERIFY_TOKENS", "0")):
+        with mock.patch.dict(os.environ, {name: value}), pytest.raises(ValueError, match=f"{name}="):
+            seqpar.hf.parallelize(tiny("llama"), strategy="local")

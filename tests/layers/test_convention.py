@@ -149,11 +149,11 @@ def two_models(kind: str, checkpointed: bool | None = None) -> tuple[Model, Mode
 def step(
     group: ProcessGroup, seed: int, how: str, kind: str, checkpointed: bool | None = None, compiled: bool = False
 ) -> None:
-    """Two steps of one model, each with other data, against the same on one device."""
+    """Two steps of one model, each with other data, against the same on one device. Only rank 0 compiles."""
     torch.manual_seed(seed)
     local, model = two_models(kind, checkpointed)
     wrapped = wrap(model, how, DeviceMesh.from_group(group, "cpu"))
-    run = torch.compile(wrapped, backend="aot_eager") if compiled else wrapped
+    run = torch.compile(wrapped, backend="aot_eager") if compiled and group.rank() == 0 else wrapped
     sharding = Sharding(TOKENS, "zigzag", group=group)
     for _ in range(2):
         ids, labels = rows(2)

@@ -118,11 +118,12 @@ def save_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None:
 def resume_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None:
     """Compare the weights and moments with those of one device."""
     local, model = Transformer(), model_on(tp, fsdp)
-    expected, optimizer = trained(local), trained(model)
+    expected, optimizer = trained(local), torch.optim.AdamW(model.parameters(), lr=0.1)
     for p in model.parameters():
         nn.init.zeros_(p)
-        for moment in ("exp_avg", "exp_avg_sq"):
-            optimizer.state[p][moment].zero_()
+        # The state as a step makes it; torch takes seconds to plan a step of DTensors.
+        moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
     weights, state = get_state_dict(model, optimizer)
     loaded = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=path, process_group=group)

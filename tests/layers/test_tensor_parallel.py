@@ -49,7 +49,6 @@ CASES = [
     Case((6, 3), "striped", "none"),
     Case((6, 2), "contiguous", "ring"),
     Case((6, 2), "contiguous", "none"),
-    Case((6, 2), "striped", "ring"),
     Case((3, 1), "zigzag", "ring"),
     Case((3, 1), "zigzag", "none"),
     Case((8, 4), "zigzag", "ring", alibi=True),
@@ -59,6 +58,8 @@ CASES = [
     Case((6, 3), "assigned", "none"),
 ]
 assert {case.layout for case in CASES} == set(LAYOUTS)
+# Fewer than 4 ranks have some of the cases, with every layout and both values of ``overlap``.
+CASES_OF_WORLD = {1: CASES[1::3], 2: CASES[1::2], 3: CASES[::2], 4: CASES}
 OVERLAPPED = [case for case in CASES if case.overlap == "ring"]
 
 
@@ -116,7 +117,7 @@ def no_results(case: Case, by_rank: list[None]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_attention_equals_one_device(batch: Batch, world: int) -> None:
-    batch.check(world, attention_on_group, CASES, no_results)
+    batch.check(world, attention_on_group, CASES_OF_WORLD[world], no_results)
 
 
 @on_ranks
@@ -137,11 +138,11 @@ def attention_on_mesh(group: ProcessGroup, case: Case, sizes: tuple[int, int, in
 @pytest.mark.parametrize(
     ("sizes", "cases"),  # dp, ring, ulysses and tp; on (1, 1, 2, 4), heads=3 leaves a rank of tp without heads
     [
-        ((1, 2, 2, 2), OVERLAPPED[::2]),
-        ((1, 2, 1, 4), OVERLAPPED[1::3]),
-        ((1, 1, 4, 2), OVERLAPPED[::3]),
-        ((2, 2, 1, 2), OVERLAPPED[2::3]),
-        ((1, 1, 2, 4), OVERLAPPED[1::2]),
+        ((1, 2, 2, 2), OVERLAPPED[::4]),
+        ((1, 2, 1, 4), OVERLAPPED[1::4]),
+        ((1, 1, 4, 2), OVERLAPPED[2::4]),
+        ((2, 2, 1, 2), OVERLAPPED[3::4]),
+        ((1, 1, 2, 4), OVERLAPPED[1::3]),
     ],
     ids=lambda x: str(x) if isinstance(x[0], int) else "",
 )
@@ -180,9 +181,9 @@ def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> Non
     x = torch.randn(2, 21, HIDDEN, dtype=torch.float64)
     sharding = seqpar.Sharding(21, "zigzag", mesh=mesh, strategy="tp_sp")
     layers = [parallel]
-    if options["context"] == "ring":  # compiled, which one rank of tp is, it is the same for every context
+    if options["context"] == "ring":  # compiled, which one rank is, it is the same for every context
         compiled = torch.compile(parallel, backend="eager", fullgraph=True)
-        layers.append(parallel if mesh.get_local_rank("tp") else compiled)
+        layers.append(parallel if group.rank() else compiled)
     for layer in layers:
         assert_close(layer(sharding.shard(x), sharding=sharding), sharding.shard(local(x)), torch.float64)
 
@@ -334,8 +335,6 @@ def test_bad_wrappers(pool: Pool) -> None:
 def bad_input(group: ProcessGroup) -> None:
     with pytest.raises(ValueError, match=r"overlap='rign'.*'ring'"):
         seqpar.ParallelAttention("tp_sp", 32, 4, group=group, overlap="rign")
-    with pytest.raises(ValueError, match=r"symm_mem.*NVIDIA"):
-        seqpar.MegatronMLP(32, 64, group=group, overlap="symm_mem")(torch.zeros(1, 2, 32))
     with pytest.raises(ValueError, match=r"context='ring'.*mesh"):
         seqpar.ParallelAttention("tp_sp", 32, 4, group=group, context="ring")
     ids = torch.full((1, 4), 99) if group.rank() == 1 else torch.zeros(1, 4, dtype=torch.int64)

@@ -13,13 +13,15 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from seqpar import Mask
-from seqpar.planner.forecast import Calibration, expected_attention, expected_step, kind_of
+from seqpar.planner.forecast import Calibration, kind_of
 from seqpar.planner.hardware import HARDWARE, AttentionRate
+from seqpar.planner.layer import attention_seconds
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix
 from seqpar.planner.model import MODELS, ModelShape
 from seqpar.planner.pairs import visible_pairs
 from seqpar.planner.setting import Setting
+from seqpar.planner.step import StepCost, step
 
 LEFT_OUT = {
     "pipeline parallelism, which is not modelled": (
@@ -76,11 +78,13 @@ class Row:
 
     def forecast(self, calibration: Calibration) -> float:
         """The expected seconds."""
-        if self.switches is not None:
-            return expected_step(self.setting, self.switches, calibration)
         masks = self.masks or (self.setting.mask,)
         settings = [replace(self.setting, mask=mask) for mask in masks]
-        return sum(expected_attention(s, self.passes, calibration) for s in settings) / len(masks)
+        settings = [replace(s, hardware=calibration.hardware(s)) for s in settings]
+        if self.switches is not None:
+            return step(settings[0], self.switches, 1, StepCost(settings[0])).seconds
+        passes = ("forward", "backward") if self.passes == "both" else (self.passes,)
+        return sum(attention_seconds(s, passes) for s in settings) / len(masks)
 
     @property
     def kind(self) -> str:

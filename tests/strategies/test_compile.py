@@ -27,7 +27,7 @@ from seqpar.sharding.spec import AttentionSpec
 from seqpar.strategies.operators import attention
 from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, linear_reduce_scatter
 
-from ..models import HEAD_DIM, HIDDEN, attention_layer, full, randomize
+from ..models import HEAD_DIM, HIDDEN, MLP, attention_layer, full, randomize
 from ..pool import Pool, on_ranks
 from ..strategy_cases import LAYER_STRATEGIES, ONE_PER_CLASS, STRATEGIES
 
@@ -36,23 +36,25 @@ Run = Callable[..., Tensor]
 
 
 class Block(torch.nn.Module):
-    """An attention layer, an MLP (with "tp_sp" tensor-parallel) and the mean over all ranks' tokens."""
+    """An attention layer, an MLP (with "tp_sp", where it is tensor-parallel) and the mean over all ranks' tokens."""
 
-    def __init__(self, strategy: str, group: ProcessGroup) -> None:
+    def __init__(self, options: dict[str, Any], rope: seqpar.RotaryEmbedding, has_mlp: bool, **where: Any) -> None:
         super().__init__()
         self.mlp: torch.nn.Module | None = None
-        if strategy == "tp_sp":
-            self.mlp = seqpar.MegatronMLP(HIDDEN, 30, bias=True, group=group, dtype=torch.float64)
-        self.norm = torch.nn.RMSNorm(HIDDEN, eps=1e-6, dtype=torch.float64)
+        if has_mlp:
+            self.mlp = (
+                seqpar.MegatronMLP(HIDDEN, 30, bias=True, dtype=torch.float64, **where) if where else MLP("swiglu")
+            )
         constants: dict[str, Any] = {"softmax_scale": 0.7, "alibi_slopes": [0.5, 0.02, 0.3, 0.0, 1.0, 0.1]}
-        self.attention = attention_layer((6, 2), group=group, **constants, **LAYER_STRATEGIES[strategy])
-        randomize(self)
+        self.attention = attention_layer((6, 2), rope=rope, **constants, **options, **where)
 
-    def forward(self, x: Tensor, mask: Mask, sharding: Sharding) -> Tensor:
-        y: Tensor = self.attention(self.norm(x), mask=mask, sharding=sharding).sin()
+    def forward(self, x: Tensor, mask: Mask, sharding: Sharding | None, positions: Tensor | None) -> Tensor:
+        y: Tensor = self.attention(x, mask=mask, sharding=sharding, positions=positions)
         if self.mlp is not None:
-            y = y + self.mlp(y, sharding)
+            y = y + (self.mlp(y) if sharding is None else self.mlp(y, sharding))
         losses = y.square().sum(2)  # [b, s]
+        if sharding is None:
+            return losses[losses > 1].mean()
         return seqpar.token_loss(losses, (losses > 1).long() - 1, sharding=sharding, ignore_index=-1)
 
 
@@ -104,111 +106,88 @@ def counting(graphs: list[str], backend: str) -> Callable[..., Any]:
     return compile_graph
 
 
-@on_ranks
-def compare_over_steps(group: ProcessGroup, strategy: str, steps: int) -> int:
-    """Train a block with and without compilation on new documents of new lengths; returns the number of graphs."""
-    torch._dynamo.reset()
-    torch.manual_seed(7)
-    block = Block(strategy, group)
-    graphs: list[str] = []
-    compiled: Any = torch.compile(block, backend=counting(graphs, "aot_eager"), fullgraph=True)
-    tp = "tp_sp" if strategy == "tp_sp" else None
-    for step in range(steps):
-        seq_len = 32 + 3 * step
-        sharding, mask = Sharding(seq_len, "zigzag", group=group, strategy=tp), documents(seq_len, step)
-        torch.manual_seed(step)
-        tokens = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64)
-        results = []
-        for run in (block, compiled if is_last(group) else block):
-            x = sharding.shard(tokens).requires_grad_()
-            torch._dynamo.mark_dynamic(x, 1)
-            block.zero_grad()
-            y = run(x, mask, sharding)
-            y.backward()
-            results.append([y.detach(), x.grad, *(p.grad for p in block.parameters())])
-        for expected, actual in zip(*results, strict=True):
-            assert expected is not None and actual is not None
-            torch.testing.assert_close(full(actual), full(expected), rtol=1e-12, atol=1e-12)
-    return len(graphs)
-
-
-# A strategy's graph has one operator for attention, whatever the number of ranks. A hybrid needs four of them.
-LAYERS = [("tp_sp", 1), ("ring", 2), ("ulysses", 2), ("tp_sp", 2), ("hybrid", 4)]
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), LAYERS)
-def test_a_layer_is_one_graph_over_steps(pool: Pool, strategy: str, ranks: int) -> None:
-    assert pool.run(ranks, compare_over_steps, strategy, 3, deadline_s=100.0) == [0] * (ranks - 1) + [1]
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
 
 
 @on_ranks
-def compare_with_one_device(
+def compare_over_steps(
     group: ProcessGroup, options: dict[str, Any], scaling: dict[str, Any] | None, with_positions: bool
 ) -> int:
-    """Compare a layer with the layer on one device, on new documents of new lengths, and what compiled code sends with
+    """Compare a block with the block on one device, on new documents of new lengths, and what compiled code sends with
     what eager code sends; returns the number of graphs."""
     torch._dynamo.reset()
+    torch.manual_seed(7)
+    strategy = options["strategy"]
     rope = seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
-    one_device = attention_layer((6, 2), rope=rope)
-    layer = attention_layer((6, 2), group=group, rope=rope, **options)
+    one_device = Block({}, rope, strategy == "tp_sp")
+    randomize(one_device)
+    block = Block(options, rope, strategy == "tp_sp", group=group)
+    block.load_state_dict(one_device.state_dict())
     graphs: list[str] = []
-    compiled = torch.compile(layer, backend=counting(graphs, "aot_eager"), fullgraph=True)
-    for step in range(4):
+    compiled: Any = torch.compile(block, backend=counting(graphs, "aot_eager"), fullgraph=True)
+    for step in range(3):
         seq_len = 33 + 7 * step
-        sharding, mask = (
-            Sharding(seq_len, "zigzag", group=group, strategy=options["strategy"]),
-            documents(seq_len, step),
-        )
+        mask, sharding = documents(seq_len, step), Sharding(seq_len, "zigzag", group=group, strategy=strategy)
         torch.manual_seed(step)
-        full = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, requires_grad=True)
+        tokens = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, requires_grad=True)
         positions = torch.randint(40 + 9 * step, (2, seq_len)) if with_positions else None
         one_device.zero_grad()
-        expected = one_device(full, mask, positions=positions, seq_len=seq_len)
-        expected.sin().sum().backward()
-        layer.zero_grad()
-        x = sharding.shard(full.detach()).requires_grad_()
+        expected = one_device(tokens, mask, None, positions)
+        expected.backward()
+        block.zero_grad()
+        x = sharding.shard(tokens.detach()).requires_grad_()
         own_positions = None if positions is None else sharding.shard(positions)
         for local in (x, own_positions):
             if local is not None:
                 torch._dynamo.mark_dynamic(local, 1)
-        run = compiled if is_last(group) else layer
         with seqpar.trace() as sent:
-            y = run(x, mask, sharding, own_positions)
+            y = (compiled if is_last(group) else block)(x, mask, sharding, own_positions)
         with seqpar.trace() as eagerly_sent:
-            layer(x, mask, sharding, own_positions)
+            block(x, mask, sharding, own_positions)
         assert with_positions or sent.bytes_sent == eagerly_sent.bytes_sent
-        y.sin().sum().backward()
-        assert full.grad is not None
+        y.backward()
+        seqpar.sync_gradients(block, group=group)
+        assert tokens.grad is not None and x.grad is not None
         pairs: list[tuple[Any, Any]] = [
-            (y.detach(), sharding.shard(expected.detach())),
-            (x.grad, sharding.shard(full.grad)),
+            (y.detach(), expected.detach()),
+            (x.grad / group.size(), sharding.shard(tokens.grad)),
+            *((p.grad, one.grad) for p, one in zip(block.parameters(), one_device.parameters(), strict=True)),
         ]
-        if options["strategy"] != "tp_sp":  # whose ranks have parts of the weights
-            seqpar.sync_gradients(layer, group=group, reduce="sum")
-            pairs += [(p.grad, one.grad) for p, one in zip(layer.parameters(), one_device.parameters(), strict=True)]
         for actual, want in pairs:
             assert actual is not None and want is not None
-            torch.testing.assert_close(actual, want, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(full(actual), want, rtol=1e-11, atol=1e-11)
     return len(graphs)
 
 
-DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
-DYNAMIC_LAYERS = [("ring", True), ("tp_sp", True), ("activations", True), ("all_gather", False)]
+# A strategy's graph has one operator for attention, whatever the number of ranks. A hybrid needs four of them.
+# With dynamic angles, all ranks' positions together say how long the sequence is.
+LAYERS = [
+    ("tp_sp", 1, None, False),
+    ("ulysses", 2, None, False),
+    ("hybrid", 4, None, False),
+    ("auto", 4, None, False),
+    ("ring", 2, DYNAMIC, True),
+    ("tp_sp", 2, DYNAMIC, True),
+    ("activations", 2, DYNAMIC, True),
+    ("all_gather", 2, DYNAMIC, False),
+]
 
 
-@pytest.mark.parametrize(("strategy", "with_positions"), DYNAMIC_LAYERS)
-def test_angles_that_depend_on_the_length(pool: Pool, strategy: str, with_positions: bool) -> None:
-    """All ranks' positions together say how long the sequence is."""
-    given = LAYER_STRATEGIES[strategy], DYNAMIC, with_positions
-    assert pool.run(2, compare_with_one_device, *given, deadline_s=100.0) == [0, 1]
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "scaling", "with_positions"),
+    LAYERS,
+    ids=lambda x: x["rope_type"] if isinstance(x, dict) else str(x),
+)
+def test_a_layer_is_one_graph_over_steps(
+    pool: Pool, strategy: str, ranks: int, scaling: dict[str, Any] | None, with_positions: bool
+) -> None:
+    options = LAYER_STRATEGIES.get(strategy, {"strategy": strategy})
+    graphs = pool.run(ranks, compare_over_steps, options, scaling, with_positions, deadline_s=100.0)
+    assert graphs == [0] * (ranks - 1) + [1]
 
 
 def test_every_layer_class_is_compiled() -> None:
-    assert {strategy for strategy, _ in (*LAYERS, *DYNAMIC_LAYERS)} == {*ONE_PER_CLASS, "activations"}
-
-
-def test_auto_names_one_strategy_in_compiled_and_eager_code(pool: Pool) -> None:
-    assert pool.run(4, compare_with_one_device, {"strategy": "auto"}, None, False, deadline_s=100.0) == [0, 0, 0, 1]
+    assert {strategy for strategy, *_ in LAYERS} == {*ONE_PER_CLASS, "activations", "auto"}
 
 
 @on_ranks
@@ -291,7 +270,7 @@ def test_slopes_of_other_numbers_of_heads(dynamic: bool | None, rows: int) -> No
     def attend(module: torch.nn.Module, q: Tensor) -> Tensor:
         return seqpar.ring_attention(q, q, q, alibi_slopes=module.get_buffer("slopes"), sharding=sharding)
 
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=dynamic)
     for heads in (4, 8, 6):
         module = torch.nn.Module()
         module.register_buffer("slopes", torch.rand(heads) if rows == 1 else torch.rand(rows, heads))
@@ -299,13 +278,8 @@ def test_slopes_of_other_numbers_of_heads(dynamic: bool | None, rows: int) -> No
         torch.testing.assert_close(compiled(module, q), attend(module, q), rtol=0, atol=0)
 
 
-# A hybrid is a ring and Ulysses.
-FUNCTIONS = [("all_gather in chunks", 2), ("hybrid", 4)]
-
-
-@pytest.mark.parametrize(("strategy", "ranks"), FUNCTIONS)
-def test_the_function_is_one_graph(pool: Pool, strategy: str, ranks: int) -> None:
-    pool.run(ranks, compare_functions, strategy, deadline_s=100.0)
+def test_the_function_is_one_graph(pool: Pool) -> None:
+    pool.run(2, compare_functions, "all_gather in chunks", deadline_s=100.0)
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -410,9 +384,11 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     shapes = (6, 4), (2, 4), (2, 3)
     q, k, v = (torch.randn(1, sharding.seq_local, *shape, requires_grad=True) for shape in shapes)
     sinks = torch.randn(6, requires_grad=True)
-    torch.library.opcheck(attention, (q, k, v, sinks, None, None, None, call, *where))
-    dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
-    torch.library.opcheck(attention, (q, k, v, sinks, None, seed, None, dropout, *where))
+    if strategy == "ring":
+        torch.library.opcheck(attention, (q, k, v, sinks, None, None, None, call, *where))
+    else:
+        dropout, seed = replace(call, dropout_p=0.25, draws_seed=True), torch.tensor(group.rank())
+        torch.library.opcheck(attention, (q, k, v, sinks, None, seed, None, dropout, *where))
     # Latent attention: 5 numbers, a rotated key of 2, and a weight that makes 2 and 3 numbers for each head of them.
     latents, rotated = (torch.randn(1, sharding.seq_local, 1, n, requires_grad=True) for n in (5, 2))
     weight = torch.randn(6, 2 + 3, 5, requires_grad=True)
@@ -475,11 +451,11 @@ def test_opcheck_of_rotary_operators(pool: Pool) -> None:
 
 @on_ranks
 def saved_tables(group: ProcessGroup, scaling: dict[str, Any] | None) -> tuple[int, int]:
-    """How many cosines and sines three layers save for backward: in eager code, and in compiled code (last rank)."""
+    """How many cosines and sines two layers save for backward: in eager code, and in compiled code (last rank)."""
     torch._dynamo.reset()
     sharding, rope = Sharding(22, "zigzag", group=group), seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
     layers = torch.nn.ModuleList(
-        seqpar.RingAttention(HIDDEN, 2, head_dim=HEAD_DIM, group=group, rope=rope) for _ in range(3)
+        seqpar.RingAttention(HIDDEN, 2, head_dim=HEAD_DIM, group=group, rope=rope) for _ in range(2)
     )
     positions, x = sharding.positions(), torch.randn(1, sharding.seq_local, HIDDEN, requires_grad=True)
 
@@ -558,7 +534,7 @@ def compiled_as_by_default(group: ProcessGroup, strategy: str) -> None:
         sharding = seqpar.Sharding(22, "zigzag", group=group, strategy=name)
         model, x = Broken(layer), torch.randn(1, 22, 16, dtype=torch.float64)
         results = []
-        for run in (model, torch.compile(model, backend="eager")):
+        for run in (model, torch.compile(model, backend="eager") if is_last(group) else model):
             x_local = sharding.shard(x).requires_grad_()
             y = run(x_local, sharding)
             y.sum().backward()

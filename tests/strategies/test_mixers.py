@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import cycle, pairwise, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -147,7 +147,7 @@ def check_case(group: ProcessGroup, case: Case) -> list[float]:
         sharded = [x.detach() for x in sharded]
     if case.how == "checkpoint":
         out = checkpoint(run, *sharded, use_reentrant=False)
-    elif case.how == "compile":
+    elif case.how == "compile" and group.rank() == 0:  # the other rank runs eagerly, and must send the same
         out = torch.compile(run, backend="aot_eager")(*sharded)
     else:
         out = run(*sharded)
@@ -163,7 +163,7 @@ def check_case(group: ProcessGroup, case: Case) -> list[float]:
 
 
 MIXERS = ("by_heads", "halo", "by_states")
-DOCUMENTS = (((),), ((1, 2, 9),), ((5,), (8, 16)))
+DOCUMENTS = (((),), ((1, 2, 9),), ((5,), (4, 10)))
 
 
 def agree(tolerance: float) -> Any:
@@ -176,9 +176,9 @@ def agree(tolerance: float) -> Any:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equal_to_one_process(batch: Batch, world: int) -> None:
-    cases = [Case(x, layout, documents=docs) for x, layout, docs in product(MIXERS, LAYOUTS, DOCUMENTS)]
+    cases = [Case(x, layout, 13, documents=docs) for x, layout, docs in product(MIXERS, LAYOUTS, DOCUMENTS)]
     # Fewer tokens than ranks, and runs that are shorter than the halo.
-    cases += [Case(x, layout, n) for x, layout, n in product(MIXERS, LAYOUTS, (1, 2, 7))]
+    cases += [Case(x, layout, n) for (x, layout), n in zip(product(MIXERS, LAYOUTS), cycle((1, 2, 7, 2)), strict=False)]
     # Uneven heads, heads of k that are shared or read unevenly, fewer heads than ranks.
     cases += [Case("by_heads", "zigzag", heads=heads) for heads in ((5, 5), (6, 2), (3, 1), (10, 5), (1, 1), (2, 2))]
     batch.check(world, check_case, cases, agree(1e-11))
@@ -193,7 +193,7 @@ def test_equal_through_shared_memory(batch: Batch) -> None:
 @pytest.mark.parametrize("how", ["checkpoint", "frozen", pytest.param("compile", marks=pytest.mark.slow)])
 def test_other_ways_to_run(batch: Batch, how: str) -> None:
     """Under activation checkpointing and torch.compile, and if the inputs of one rank require no gradient."""
-    cases = [Case(mixer, "zigzag", 8, documents=((5,),), how=how) for mixer in MIXERS]
+    cases = [Case(mixer, "zigzag", 5, documents=((3,),), how=how) for mixer in MIXERS]
     batch.check(2, check_case, cases, agree(1e-11))
 
 

@@ -6,8 +6,7 @@ Shapes: b batch, s the full sequence, s_local this rank's tokens, h query heads,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,63 +17,13 @@ from transformers import PreTrainedModel
 from ...masks.mask import Mask
 from ...masks.rules import document_boundaries
 from ...placement.layout import LAYOUTS, shard_positions
-from ...verification import error_of, is_multiple, products, ratio_of
+from ...verification import Difference
 from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchSpec, tokens_of
 from ..full_batch import has_more_than_text, merges, without_image_positions
 from ..state import Patch
 from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording
-
-_KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "backward", "gradient")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One difference between a parallelized model and the same model on one device."""
-
-    # "batch", "path" or "weights": the ranks' batches, models or weights differ from one another. "layer": a layer does
-    # not attend over the sharded sequence. "input": the tokens, positions or labels that the model received. "forward"
-    # and "backward": the first tensor of the forward that differs, and the first gradient of such a tensor in backward.
-    # "loss", and "gradient": the gradient of a parameter.
-    kind: str
-    quantity: str  # the name of the tensor or parameter
-    layer: str = ""  # the name of the attention layer; empty for the model itself
-    tokens: tuple[int, ...] = ()  # the global positions of the tokens that differ
-    ranks: tuple[int, ...] = ()  # of the sequence, on which the quantity differs
-    error: float = 0.0  # the norm of the difference, relative to the norm of what one device computes
-    tolerance: float = 0.0  # the largest error that counts as equal
-    explanation: str = ""  # a probable cause
-    stops: bool = False  # whether nothing after this difference can be compared
-    at: int = 0  # its place in the order of the training step, among the differences of its kind
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """A sort key: differences in the order of a training step."""
-        return _KINDS.index(self.kind), self.at
-
-    def __str__(self) -> str:
-        where = f"layer {self.layer!r}, {self.quantity}" if self.layer else self.quantity
-        parts = [f"{self.kind}: {where}"]
-        if self.ranks:
-            parts.append(f"on rank(s) {', '.join(map(str, self.ranks))}")
-        if self.tokens:
-            parts.append(f"tokens {_token_list(self.tokens)}")
-        if self.tolerance:
-            parts.append(f"error {self.error:.2g} (tolerance {self.tolerance:.0e})")
-        return "; ".join([*parts, *([self.explanation] if self.explanation else [])])
-
-
-def _token_list(tokens: Iterable[int]) -> str:
-    ranges: list[list[int]] = []
-    for token in tokens:
-        if ranges and token == ranges[-1][1] + 1:
-            ranges[-1][1] = token
-        else:
-            ranges.append([token, token])
-    shown = [f"{a}" if a == b else f"{a}-{b}" for a, b in ranges[:8]]
-    return ", ".join(shown + ["..."] * (len(ranges) > 8))
-
 
 # Probable causes, by the quantity that differs first. The attention's are found by ``_explain_attention``.
 _ROTARY = "its input is equal to that on one device; the positions in its rotary embedding are probably different"
@@ -352,37 +301,3 @@ def _dense_attention(
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=3)
     weights = scores.softmax(-1).nan_to_num()[..., : k.shape[1]]
     return torch.einsum("bhij,bjhd->bihd", weights, v)
-
-
-def parameter_differences(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float, ranks: int
-) -> list[Difference]:
-    """Compare the gradients of the parameters, by name, after they were averaged over the ranks."""
-    least = 1e-3 * max((float(g.norm()) for g in theirs.values()), default=0.0)
-    differences = []
-    for name in dict.fromkeys([*theirs, *ours]):
-        zeros = torch.zeros_like(theirs[name] if name in theirs else ours[name])
-        numbers = products(ours.get(name, zeros), theirs.get(name, zeros)).tolist()
-        error, why = error_of(numbers, least), ""
-        if error <= tolerance:
-            continue
-        if name not in ours or name not in theirs:
-            why = "it has no gradient" if name in theirs else "on one device it has no gradient"
-        elif ranks > 1 and is_multiple(numbers, tolerance):
-            why = _multiple(ratio_of(numbers), ranks)
-        differences.append(Difference("gradient", name, error=error, tolerance=tolerance, explanation=why))
-    return differences
-
-
-def _multiple(factor: float, ranks: int) -> str:
-    if abs(factor * ranks - 1) < 0.01:
-        return (
-            f"it is divided by the number of ranks, {ranks}: it was averaged over them, but each rank's loss was its "
-            "share of a sum; call parallelize with gradients='mean', or sync_gradients with reduce='sum'"
-        )
-    if abs(factor / ranks - 1) < 0.01:
-        return (
-            f"it is multiplied by the number of ranks, {ranks}: it was summed over them instead of averaged; call "
-            "sync_gradients without reduce='sum', or parallelize with gradients='sum' if a wrapper sums"
-        )
-    return f"it is the correct gradient times {factor:.4g}"

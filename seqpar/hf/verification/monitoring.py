@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import time
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -21,13 +19,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
-from ...verification import VerificationError, tolerance_of
+from ...verification import Difference, VerificationError, VerificationReport, exchange, tolerance_of
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
 from ..support import parameters_of
-from .comparison import Difference, FullBatch
+from .comparison import FullBatch
 from .recording import LIBRARIES, unsharded_parameters
-from .run import DEADLINE_S, VerificationReport, exchange, verify
+from .run import verify
 
 _log = logging.getLogger("seqpar")
 
@@ -37,14 +35,13 @@ class _Monitor:
 
     def __init__(self, root: PreTrainedModel, patch: Patch, every: int, tokens: int, foreign: str) -> None:
         self.root, self.patch, self.every, self.tokens, self.foreign = root, patch, every, tokens, foreign
-        self.steps = 0
+        self.steps, self.batch = 0, dict[str, Any]()
         self.handles = [
             root.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True),
             register_optimizer_step_pre_hook(self.before_step),
         ]
         for handle in self.handles:
             patch.undo.callback(handle.remove)
-        self.batch: dict[str, Any] | None = None
 
     def before_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if root.training and torch.is_grad_enabled():
@@ -52,80 +49,63 @@ class _Monitor:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         ours = {id(p) for p in self.root.parameters()}
-        if self.batch is None or not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
+        if not self.batch or not any(id(p) in ours for group in optimizer.param_groups for p in group["params"]):
             return
         self.steps += 1
         if self.foreign:
             for handle in self.handles:
                 handle.remove()
-            self._verify_once(self.batch)
+            self._verify_once()
         elif (self.steps - 1) % self.every == 0:
-            report = self._verify(self.batch)
+            report = self._verify(1)
             if not report.ok:
                 raise VerificationError(report)
             _log.info("step %d: %s", self.steps, report)
 
-    def _verify_once(self, batch: dict[str, Any]) -> None:
+    def _verify_once(self) -> None:
         """Log in one line what was compared. An error that ends one of the two runs is no difference."""
-        started = time.monotonic()
         why = "its weights are sharded"
         if len(unsharded_parameters(self.root)) == len([*self.root.parameters()]):
             try:
-                report = self._verify(batch)
-                why = "" if report.ok else str(report)
+                report = self._verify(4)  # nobody asked for this run, so that rounding must not end the training
                 if any(d.kind != "path" or d.quantity == "path" for d in report.differences):  # not a run that failed
                     raise VerificationError(report)
+                why = "" if report.ok else str(report)
             except VerificationError:
                 raise
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-        if dist.is_initialized() and dist.get_rank() > 0:
-            return
-        if why:
-            said = f"could not be compared with one device ({why}); compare it on a short batch by seqpar.hf.verify"
-        else:
-            said = (
-                f"was compared with one device on {report.seq_len} tokens of the first batch, in "
-                f"{time.monotonic() - started:.1f} s: the loss and all gradients are equal"
-            )
-        _log.warning(
-            "%s: %s, so that it %s. SEQPAR_VERIFY=0 turns this off", type(self.root).__name__, self.foreign, said
-        )
+        said = f"could not be compared with one device ({why}); compare it on a short batch by seqpar.hf.verify"
+        if not why:
+            said = f"was compared on {report.seq_len} tokens of the first batch: {report}"
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            words = type(self.root).__name__, self.foreign, said
+            _log.warning("%s: %s, so that it %s. SEQPAR_VERIFY=0 turns this off", *words)
 
-    def _verify(self, batch: dict[str, Any]) -> VerificationReport:
+    def _verify(self, tolerances: int) -> VerificationReport:
         with torch.no_grad():
-            batch = self._some_tokens(self._unsharded(batch))
-        self._check_summed(FullBatch(batch, self.patch, self.root).seq_len)
-        tolerance = tolerance_of(self.root)
-        if self.foreign:  # nobody asked for this run, so that rounding must not end the training
-            tolerance *= 4
-        return verify(self.root, batch, raise_on_error=False, tolerance=tolerance)
+            batch = self._some_tokens(self._unsharded(self.batch))
+        self._compare_ranks()
+        return verify(self.root, batch, raise_on_error=False, tolerance=tolerances * tolerance_of(self.root))
 
-    def _check_summed(self, seq_len: int) -> None:
-        patch, root = self.patch, self.root
-        if patch.ranks == 1:
-            return
-        parameters = unsharded_parameters(root).items()
-        norms = {n: p.grad.detach().double().norm() for n, p in parameters if p.grad is not None}
-        values = torch.stack([*norms.values()]).tolist() if norms else []
-        by_rank = exchange(patch, [[*zip(norms, values, strict=True)]], timedelta(seconds=DEADLINE_S))
-        ranks = [dict(rank[0]) for rank in by_rank]
-        tolerance, nan = tolerance_of(root), float("nan")
-        why = "it differs between the ranks: the ranks' gradients were not averaged"
-        for name in dict.fromkeys(name for rank in ranks for name in rank):
-            norm = [rank.get(name, 0.0) for rank in ranks]
-            error = (max(norm) - min(norm)) / max(*norm, 1e-30)
-            if error > tolerance:
-                found = Difference("gradient", name, "", (), tuple(range(patch.ranks)), error, tolerance, why)
-                how = patch.settings.strategy, str(patch.settings.layout)
-                raise VerificationError(VerificationReport((found,), nan, nan, 0, seq_len, patch.ranks, *how))
+    def _compare_ranks(self) -> None:
+        """Compare the gradients that the optimizer is about to use."""
+        parameters = unsharded_parameters(self.root).items()
+        norms = {n: float(p.grad.detach().double().norm()) for n, p in parameters if p.grad is not None}
+        by_rank, tolerance = exchange(norms, self.patch.group), tolerance_of(self.root)
+        for name in dict.fromkeys(name for rank in by_rank for name in rank):
+            norm = [rank.get(name, 0.0) for rank in by_rank]
+            if (error := (max(norm) - min(norm)) / max(*norm, 1e-30)) > tolerance:
+                why, nan = "it differs between the ranks: the ranks' gradients were not averaged", float("nan")
+                ranks = tuple(range(len(norm)))
+                found = Difference("gradient", name, "", (), ranks, error, tolerance, why)
+                raise VerificationError(VerificationReport((found,), nan, nan, len(norms), len(norm)))
 
     def _unsharded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The full batch: all-gathered if the model was called with this rank's part."""
-        shard = batch.get("seqpar")
-        if not isinstance(shard, BatchShard):
+        full = dict(batch)
+        if not isinstance(shard := full.pop("seqpar", None), BatchShard):
             return batch
-        full = {name: x for name, x in batch.items() if name != "seqpar"}
         if shard.in_place is not None:
             full["labels"] = shard.in_place[0]
         elif "labels" in full:
@@ -170,14 +150,19 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
     The batch is the last training batch, cut to ``SEQPAR_VERIFY_TOKENS`` tokens: by default 1,024 with
     ``SEQPAR_VERIFY=N``, and otherwise 128. A longer batch with images is not verified.
     """
-    every, tokens = (os.environ.get(name) for name in ("SEQPAR_VERIFY", "SEQPAR_VERIFY_TOKENS"))
-    for name, text in (("SEQPAR_VERIFY", every), ("SEQPAR_VERIFY_TOKENS", tokens)):
-        if text and (not text.isdecimal() or (name == "SEQPAR_VERIFY_TOKENS" and int(text) == 0)):
-            raise ValueError(f"{name}={text!r}: expected a number")
-    foreign = "" if every else foreign_code(root, patch)
-    if (every and int(every)) or foreign:
-        length = int(tokens) if tokens else 128 if foreign else 1024
-        _Monitor(root, patch, int(every or 1), max(length, patch.ranks), foreign)
+    every, tokens = (_number(name) for name in ("SEQPAR_VERIFY", "SEQPAR_VERIFY_TOKENS"))
+    if tokens == 0:
+        raise ValueError("SEQPAR_VERIFY_TOKENS=0: expected at least one token")
+    foreign = foreign_code(root, patch) if every is None else ""
+    if every or foreign:
+        length = tokens or (128 if foreign else 1024)
+        _Monitor(root, patch, every or 1, max(length, patch.ranks), foreign)
+
+
+def _number(name: str) -> int | None:
+    if (text := os.environ.get(name, "")) and not text.isdecimal():
+        raise ValueError(f"{name}={text!r}: expected a number")
+    return int(text) if text else None
 
 
 def foreign_code(root: PreTrainedModel, patch: Patch) -> str:

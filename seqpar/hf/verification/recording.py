@@ -27,7 +27,7 @@ from ...base.replaced import replaced
 from ...comm.communicator import existing_communicators
 from ...layers.gradients import is_flattened
 from ...ranks.rendezvous import group_timeout
-from ...verification import unchanged
+from ...verification import StepResult, unchanged
 from ..attention import scale_of
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
@@ -98,8 +98,7 @@ class Recording:
 
     def __init__(self, root: PreTrainedModel) -> None:
         self.root = root
-        self.loss = float("nan")
-        self.parameter_gradients: dict[str, Tensor] = {}
+        self.result = StepResult(float("nan"), {})
         # input_ids, position_ids and labels, as the model's forward received them. With a tower, position_ids are the
         # ones that the text model received.
         self.inputs: dict[str, Tensor] = {}

@@ -7,38 +7,42 @@ ranks as in training. Every wait has a deadline, so that no rank waits forever.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import astuple, dataclass, replace
-from datetime import timedelta
+from dataclasses import astuple, replace
 from functools import partial
 from itertools import zip_longest
-from math import inf, isnan
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ...base.checks import check_number
 from ...base.replaced import replaced
 from ...comm.handshake import all_gather_header
-from ...comm.waiting import run
 from ...layers.gradients import shard_groups, sync_gradients
 from ...ranks.mesh import global_ranks
-from ...ranks.rendezvous import store_all_gather
-from ...verification import VerificationError, error_of, products, tolerance_of
+from ...verification import (
+    Difference,
+    VerificationError,
+    VerificationReport,
+    compare_gradients,
+    exchange,
+    loss_difference,
+    run_step,
+    tolerance_of,
+    trainable,
+)
 from ..batch import checksum
 from ..loss import reduce_over_ranks
 from ..state import NAME, Patch, patch_of
 from ..support import attention_layers
 from ..trial import attend_to_own_token
-from .comparison import Difference, FullBatch, compare_inputs, compare_tensors, parameter_differences
+from .comparison import FullBatch, compare_inputs, compare_tensors
 from .recording import (
     PinnedExperts,
     Recording,
@@ -55,44 +59,6 @@ Shard = Callable[[Batch], dict[str, Any]]
 Sync = Callable[[nn.Module], object]
 DEADLINE_S = 120.0
 _NOT_IN_DRY_RUN = ("labels", "shift_labels", "use_cache")  # the dry run computes no loss and does not generate
-
-
-@dataclass(frozen=True)
-class VerificationReport:
-    """The result of ``verify``, the same on every rank of the sequence.
-
-    Attributes:
-        differences: the differences from one device, in the order of a training step.
-        loss: the loss of the parallelized model; NaN if it was not computed.
-        expected_loss: the loss of the model on one device; NaN if it was not computed.
-        layers: the number of attention layers that were compared.
-        seq_len: the number of tokens of the full sequence.
-        ranks: the number of ranks that the sequence is sharded over.
-        strategy, layout: as given to ``parallelize``.
-    """
-
-    differences: tuple[Difference, ...]
-    loss: float
-    expected_loss: float
-    layers: int
-    seq_len: int
-    ranks: int
-    strategy: str
-    layout: str
-
-    @property
-    def ok(self) -> bool:
-        """Whether there are no differences."""
-        return not self.differences
-
-    def __str__(self) -> str:
-        what = f"{self.seq_len} tokens on {self.ranks} rank(s), strategy={self.strategy!r}, layout={self.layout!r}"
-        if self.ok:
-            return (
-                f"seqpar.hf.verify: equal to one device: {what}, {self.layers} attention layers, loss {self.loss:.6f} "
-                f"(one device {self.expected_loss:.6f}), all gradients"
-            )
-        return "\n".join([f"seqpar.hf.verify: not what one device computes: {what}", *map(str, self.differences)])
 
 
 def verify(
@@ -155,7 +121,7 @@ def verify(
         stack.enter_context(
             replaced(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.group)
         )
-        report = _Verification(model, root, patch, batch, tolerance, deadline_s).report(shard, sync)
+        report = _Verification(model, root, patch, batch, tolerance).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
     return report
@@ -172,11 +138,10 @@ class _Verification:
     """
 
     def __init__(
-        self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None, limit: float
+        self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None
     ) -> None:
         self.model, self.root, self.patch = model, root, patch
-        self.layers = attention_layers(root)
-        self.limit = timedelta(seconds=limit)
+        self.layers, self.cause = attention_layers(root), ""
 
         def header() -> _Header:
             self.batch = FullBatch(batch, patch, root)
@@ -222,14 +187,18 @@ class _Verification:
             if not any(difference.stops for difference in differences):
                 differences += stage()
         settings = self.patch.settings
-        strategy, layout = self._exchange([settings.strategy, str(settings.layout)])[0]  # rank 0's, on every rank
+        by_rank = exchange([settings.strategy, str(settings.layout), ours.result.loss], self.patch.group)
+        strategy, layout, _ = by_rank[0]  # rank 0's, on every rank
+        loss = sum(x for *_, x in by_rank) / self.patch.ranks
         differences.sort(key=lambda d: d.order)
-        sizes = len(self.layers), self.batch.seq_len, self.patch.ranks
-        return VerificationReport(tuple(differences), ours.loss, theirs.loss, *sizes, strategy, layout)
+        sizes = trainable(self.model), self.patch.ranks, self.cause, len(self.layers), self.batch.seq_len
+        return VerificationReport(tuple(differences), loss, theirs.result.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
         path = _static_path(self.root, self.patch, self.layers)
-        by_rank = self._exchange([checksum(self.batch.for_parallelized), path, _weight_sums(self.unsharded)])
+        by_rank = exchange(
+            [checksum(self.batch.for_parallelized), path, _weight_sums(self.unsharded)], self.patch.group
+        )
         batches, paths, weights = zip(*by_rank, strict=True)
         if len(set(batches)) > 1:
             return [Difference("batch", "batch", ranks=_minority(batches), explanation="the ranks' batches differ")]
@@ -237,9 +206,9 @@ class _Verification:
             if len(set(lines)) > 1:
                 return [_other_path(lines)]
         for name in weights[0]:
-            if len(set(sums := [rank.get(name) for rank in weights])) > 1:
+            if len(set(values := [rank.get(name) for rank in weights])) > 1:
                 why = "the ranks hold different weights; load the same checkpoint, or make the model from the same seed"
-                return [Difference("weights", name, ranks=_minority(sums), explanation=why, stops=True)]
+                return [Difference("weights", name, ranks=_minority(values), explanation=why, stops=True)]
         return []
 
     def _compare_calls(self, call: Callable[[], None], run: Recording, name: str) -> list[Difference]:
@@ -255,7 +224,7 @@ class _Verification:
                 raise
             message = f"{type(error).__name__}: {error}"
         calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.calls]
-        by_rank = self._exchange([message, *calls])
+        by_rank = exchange([message, *calls], self.patch.group)
         for i in range(1, max(map(len, by_rank))):
             ith_calls = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in by_rank]
             # A rank that raised an error has made fewer calls. That alone is not another path.
@@ -281,28 +250,23 @@ class _Verification:
 
     def _run(self, run: Recording, arguments: Mapping[str, Any], sync: Sync | None, alone: bool = False) -> None:
         """Run a forward and backward. ``alone``: on this rank alone, with the full batch."""
-        for p in self.model.parameters():
-            p.grad = None
-        with torch.enable_grad(), recording(run):
-            output = self.model(**arguments)
-            loss = _loss_of(output)
-            if loss is None:
-                loss = self._artificial_loss(output, alone)
-            if loss.requires_grad:
-                loss.backward()
-        run.loss = float(loss.detach())
-        if loss.requires_grad and not alone:
-            if sync is not None:
-                sync(self.model)
-            elif not _wrapped_over(self.patch.group, self.model):
-                sync_gradients(self.model, group=self.patch.group)
-        run.parameter_gradients = {
-            name: (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach().cpu()
-            for name, p in self.model.named_parameters()
-            if p.grad is not None
-        }
-        for p in self.model.parameters():
-            p.grad = None
+
+        def step() -> Tensor:
+            with torch.enable_grad(), recording(run):
+                output = self.model(**arguments)
+                loss = _loss_of(output)
+                if loss is None:
+                    loss = self._artificial_loss(output, alone)
+                if loss.requires_grad:
+                    loss.backward()
+            if loss.requires_grad and not alone:
+                if sync is not None:
+                    sync(self.model)
+                elif not _wrapped_over(self.patch.group, self.model):
+                    sync_gradients(self.model, group=self.patch.group)
+            return loss
+
+        run.result = run_step(step, self.model)
 
     def _artificial_loss(self, output: Any, alone: bool) -> Tensor:
         """A loss for a model without one: a weighted sum of its first output, with a different weight per value."""
@@ -326,59 +290,19 @@ class _Verification:
         return total if alone else reduce_over_ranks(total, self.patch, self.root)
 
     def _compare(self, ours: Recording, theirs: Recording) -> list[Difference]:
-        tolerance = self.tolerance
+        group, tolerance = self.patch.group, self.tolerance
         found = compare_inputs(ours, theirs, self.batch, self.patch)
         losses = self.patch.ranks if self.patch.settings.gradients == "mean" else 1
         found += compare_tensors(ours, theirs, self.batch, tolerance, losses)
-        error = abs(ours.loss - theirs.loss) / max(abs(theirs.loss), 1e-6)
-        if not error <= tolerance and not (isnan(ours.loss) and isnan(theirs.loss)):  # NaN: no label counts
-            why = f"{ours.loss:.6f}, on one device {theirs.loss:.6f}"
-            found.append(Difference("loss", "loss", error=error, tolerance=tolerance, explanation=why))
-        return self._merge(found) + self._compare_gradients(ours.parameter_gradients, theirs.parameter_gradients)
-
-    def _compare_gradients(self, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[Difference]:
-        """The first parameter whose gradient differs on some rank."""
-        local = parameter_differences(ours, theirs, self.tolerance, self.patch.ranks)
-        found = self._exchange([(d.quantity, d.error, d.explanation) for d in local])
-        by_rank = [{name: (error, why) for name, error, why in rank} for rank in found]
-        names = {name for rank in by_rank for name in rank}
-        if not names:
-            return []
-        first = next(name for name in {**theirs, **ours} if name in names)
-        ranks = tuple(i for i, rank in enumerate(by_rank) if first in rank)
-        worst, why = max(by_rank[i][first] for i in ranks)
-        if self._is_partial(first, ours, theirs):
-            why = "the ranks' gradients were not averaged; call seqpar.sync_gradients after backward"
-        elif not why and len(names) < len(theirs):
-            why = f"the gradients of {len(theirs) - len(names)} other parameters are correct"
-        if len(names) > 1:
-            more = len(names) - 1
-            why = f"{why}{'; ' if why else ''}the gradients of {more} more parameter{'s' * (more > 1)} differ too"
-        return [Difference("gradient", first, ranks=ranks, error=worst, tolerance=self.tolerance, explanation=why)]
-
-    def _is_partial(self, name: str, ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-        """Whether the ranks have different gradients of a parameter, whose sum is the one-device gradient."""
-        group = self.patch.group
-        parameter = dict(self.model.named_parameters())[name]
-        if group is None or name not in theirs or all(parameter is not p for p in self.unsharded.values()):
-            return False
-        local = ours.get(name, torch.zeros_like(theirs[name])).float()
-        total = local.to(parameter.device, copy=True)
-        run(dist.all_reduce, total, group=group)
-        total = total.cpu()
-
-        def equal(a: Tensor, e: Tensor) -> bool:
-            return error_of(products(a, e).tolist()) <= self.tolerance
-
-        scales = (1, self.patch.ranks)  # 1 where each rank's loss is its share of a sum
-        is_sum = any(equal(total / c, theirs[name]) for c in scales)
-        is_mean = equal(self.patch.ranks * local, total)
-        by_rank = self._exchange([is_sum, is_mean])
-        return all(is_sum for is_sum, _ in by_rank) and not all(is_mean for _, is_mean in by_rank)
+        found += loss_difference(ours.result.loss, theirs.result.loss, tolerance)
+        gradients, self.cause = compare_gradients(ours.result, theirs.result, tolerance, group, self.root.device)
+        return self._merge(found) + gradients
 
     def _merge(self, found: list[Difference]) -> list[Difference]:
         """The differences on all ranks. In forward and in backward, only the first one."""
-        by_rank = [[Difference(*d) for d in rank] for rank in self._exchange([list(astuple(d)) for d in found])]
+        by_rank = [
+            [Difference(*d) for d in rank] for rank in exchange([list(astuple(d)) for d in found], self.patch.group)
+        ]
         by_place: dict[tuple[int, int, str, str, str], dict[int, Difference]] = {}
         for i, rank in enumerate(by_rank):
             for d in rank:
@@ -393,25 +317,13 @@ class _Verification:
             merged.append(replace(worst, ranks=tuple(same), tokens=tokens, explanation=why))
         return merged
 
-    def _exchange(self, value: list[Any]) -> list[Any]:
-        return exchange(self.patch, value, self.limit)
-
 
 def _wrapped_over(group: ProcessGroup | None, model: nn.Module) -> bool:
-    """Whether DDP or FSDP in ``model`` averages over the ranks of ``group``."""
     if group is None:
         return True
     wrappers = (m.process_group for m in model.modules() if isinstance(m, DistributedDataParallel))
     sharded = (one for over in shard_groups(model).values() for one in over)
     return any({*global_ranks(group)} <= {*global_ranks(one)} for one in (*wrappers, *sharded))
-
-
-def exchange(patch: Patch, value: list[Any], limit: timedelta) -> list[Any]:
-    """Each rank's ``value``, which JSON can represent, by rank. The store works even after a message has failed."""
-    if patch.group is None or patch.ranks == 1:
-        return [json.loads(json.dumps(value))]
-    met = store_all_gather("verify", global_ranks(patch.group), json.dumps(value), limit + timedelta(seconds=5))
-    return [json.loads(rank) for rank in met]
 
 
 def _values(output: Any) -> list[Tensor]:
@@ -445,7 +357,6 @@ def _weight_sums(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
 
 
 def _other_path(descriptions: Sequence[str]) -> Difference:
-    """``descriptions[rank]`` says what a rank runs."""
     ranks = _minority(descriptions)
     here = descriptions[ranks[0]]
     elsewhere = next(x for rank, x in enumerate(descriptions) if rank not in ranks)
