@@ -41,6 +41,14 @@ _START_DEADLINE_S = 120.0
 # them.
 _GRACE_S = 3.0
 _MOST_GROUPS = 24
+# What many tests import on the ranks, by a module that their files import.
+_ALSO = {
+    "seqpar.hf": "seqpar.hf",
+    "datasets": "datasets",
+    "diffusers": "diffusers.models.transformers",
+    "accelerate": "deepspeed",  # accelerate imports it
+    "tests.engines.engine": "deepspeed",
+}
 _PR_SET_PDEATHSIG = 1
 _CONTINUE, _PAUSE = signal.SIGCONT, signal.SIGSTOP
 
@@ -141,11 +149,10 @@ class Pool:
         # eight workers start in half a second.
         context = multiprocessing.get_context("forkserver")
         tests = [name for name in sys.modules if name.startswith("tests.")]
-        context.set_forkserver_preload(
-            ["torch._inductor.compile_fx", *tests, *({"seqpar.hf", "datasets"} & sys.modules.keys())]
-        )
+        also = [module for package, module in _ALSO.items() if package in sys.modules]
+        context.set_forkserver_preload(["torch._inductor.compile_fx", *tests, *also])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback()):
+        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), DS_ACCELERATOR="cpu"):
             for rank in range(self.ranks):
                 here, there = context.Pipe()
                 stack_file = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (see close)

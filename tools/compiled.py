@@ -241,8 +241,11 @@ def _loops(code: str) -> tuple[tuple[int, ...], ...]:
     A loop is what a branch jumps back over. What follows the end of the kernel waits for a copy that has not arrived,
     and jumps back into the middle of a loop.
     """
-    found = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", code)]
-    end = max(at for at, text in found if text.strip() == "EXIT")
+    # Triton 3.6 prints after an instruction of sm_120 what it waits for: "EXIT     &req={0}  ?trans5;".
+    found = [
+        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.+?)\s*(?:\s{2}[&?][^;]*)?;", code)
+    ]
+    end = max(at for at, text in found if text == "EXIT")
     products = [at for at, text in found if _PRODUCT.search(text)]
     back = [(int(to[1], 16), at) for at, text in found if (to := re.search(r"\bBRA\b.* (0x[0-9a-f]+)", text))]
     loops: list[tuple[int, int]] = []

@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib import import_module
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..base.checks import no_compile
+from ..base.replaced import replaced_in
 from ..comm.collectives import all_gather, sum_shards
 from ..comm.waiting import run
 from ..layers.loss import AllReduceSum
@@ -288,32 +291,15 @@ class _AllGatherTokens(torch.autograd.Function):
 # transformers' ``load_balancing_loss_func``, the loss of the routers in mixture-of-experts models, multiplies two means
 # over tokens, which must be taken over the tokens of all ranks. Each model file has the function as a global name. The
 # name is bound to a replacement, which calls the original function except during a forward on a sharded sequence.
-_router_losses: dict[str, tuple[Callable[..., Any], set[int]]] = {}  # by Python module: original, ids of the models
-
-
-def patch_router_loss(model: nn.Module) -> None:
-    """Replace the router loss in the Python modules that define the classes of ``model``."""
-    names = [cls.__module__ for cls in type(model).__mro__]
-    names.append(inspect.unwrap(cast(Any, model).forward).__module__)  # Liger replaces the forward of the instance
+def replace_router_loss(model: nn.Module, undo: ExitStack) -> None:
+    """Replace the router loss in the Python modules that define the classes of ``model``, until ``undo`` is closed."""
+    names = {cls.__module__ for cls in type(model).__mro__}
+    names.add(inspect.unwrap(cast(Any, model).forward).__module__)  # Liger replaces the forward of the instance
     if hasattr(cast(Any, model.config).get_text_config(), "router_aux_loss_coef"):
-        names.append(import_module(_FUSED_ROUTER).__name__)
+        names.add(import_module(_FUSED_ROUTER).__name__)
     for name in names:
-        original = getattr(sys.modules.get(name), _ROUTER_LOSS, None)
-        if original is None:
-            continue
-        if name not in _router_losses:
-            _router_losses[name] = original, set()
-            setattr(sys.modules[name], _ROUTER_LOSS, _sharded_router_loss(original))
-        _router_losses[name][1].add(id(model))
-
-
-def unpatch_router_loss(model: nn.Module) -> None:
-    """Restore the original router loss, unless another parallelized model needs the replacement."""
-    for name, (original, models) in list(_router_losses.items()):
-        models.discard(id(model))
-        if not models:
-            setattr(sys.modules[name], _ROUTER_LOSS, original)
-            del _router_losses[name]
+        if hasattr(module := sys.modules.get(name), _ROUTER_LOSS):
+            undo.enter_context(replaced_in(cast(ModuleType, module), _ROUTER_LOSS, _sharded_router_loss))
 
 
 def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:

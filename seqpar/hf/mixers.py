@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.checks import no_compile
-from ..base.replaced import replaced
+from ..base.replaced import replaced, replaced_in
 from ..masks.mask import Mask
 from ..mixers import by_heads, halo
 from ..sharding.sharding import Sharding
@@ -269,9 +270,7 @@ def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> N
             patch.undo.callback(after.remove)
     for file, names in _files(model).items():
         for name in names:
-            original = getattr(file, name)
-            if not hasattr(original, "_seqpar"):
-                setattr(file, name, _stand_in(name, original))
+            patch.undo.enter_context(replaced_in(file, name, partial(_stand_in, name)))
     patch.has_mixers = True
 
 
@@ -340,5 +339,5 @@ def _stand_in(name: str, original: Original) -> Original:
         options = {"sharding": shard.sharding, "mask": None if shard.unmasked else shard.mask}
         return _FUNCTIONS[name].sharded(original, options, *args, **kwargs)
 
-    run.__wrapped__, run._seqpar = original, True  # type: ignore[attr-defined]
+    run.__wrapped__ = original  # type: ignore[attr-defined]
     return run

@@ -28,7 +28,7 @@ from .attention import attention_forward, compare_masks, layer_mask_of, model_ma
 from .batch import BatchLayout
 from .full_batch import before_text_model
 from .key_values import disable_latent_kv, enable_latent_kv
-from .loss import patch_router_loss, replace_loss_function, restore_loss_function, unpatch_router_loss
+from .loss import replace_loss_function, replace_router_loss, restore_loss_function
 from .mixers import replace_mixers
 from .per_rank import call
 from .state import NAME, Batches, Outputs, Patch, Settings, patch_of
@@ -267,8 +267,7 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             patch.loss_functions.append(module)
             replace_loss_function(module, patch, root)
             patch.undo.callback(restore_loss_function, module)
-            patch_router_loss(module)
-            patch.undo.callback(unpatch_router_loss, module)
+            replace_router_loss(module, patch.undo)
     if pools_last_token(root):
         after(root.score, forward.after_score)
     if patch.settings.batches == "per_rank" and patch.ranks > 1:

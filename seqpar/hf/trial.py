@@ -163,12 +163,15 @@ class Trial:
                 self.own_positions |= float(change) > _tolerance(ours)
 
     def _check(self, values: Any, module: nn.Module) -> None:
-        tensors = [_by_token(x, self.rows, self.length) for x in _tensors(values)] if self.records else []
+        if not self.records:
+            return
         name = self._names.get(module, ""), type(module).__name__
-        if self.mixer is None and any(_depends_on_others(x) for x in tensors if x is not None):
-            self.mixer = name
-        if self.counter is None and any(_depends_on_index(x) for x in tensors if x is not None):
-            self.counter = name
+        with torch._C.DisableTorchFunction():  # ``_TokenwiseFunctions`` would be called for every operation
+            tensors = [x for x in (_by_token(x, self.rows, self.length) for x in _tensors(values)) if x is not None]
+            if self.mixer is None and any(map(_depends_on_others, tensors)):
+                self.mixer = name
+            if self.counter is None and any(map(_depends_on_index, tensors)):
+                self.counter = name
 
 
 def attend_to_own_token(
@@ -497,9 +500,10 @@ def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def _is_quantized(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer with integer weights, of which only its class knows how they multiply."""
-    packed = any(x.numel() > 1 and not x.is_floating_point() for x in (*module.parameters(), *module.buffers()))
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    return packed and not any(module.children()) and all(isinstance(size, int) for size in sizes)
+    if any(module.children()) or not all(isinstance(size, int) for size in sizes):
+        return False
+    return any(x.numel() > 1 and not x.is_floating_point() for x in (*module.parameters(), *module.buffers()))
 
 
 def _substitute(x: Tensor) -> Tensor:

@@ -119,7 +119,9 @@ def test_a_page_runs(pool: Pool, own: OwnPool, page: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_quickstart_runs_under_torchrun_without_a_warning() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # The ranks are forks of torchrun's process, so that torch is imported once.
+    options = ["--standalone", "--nproc-per-node", "2", "--run-path", "--start-method=fork"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *options]
     # Over gloo, for which attention makes process groups of its own. torchrun warns if it chooses the threads itself.
     environment = {**os.environ, "SEQPAR_SHARED_MEMORY": "0", "OMP_NUM_THREADS": "1"}
     command = [*launcher, "examples/quickstart.py"]

@@ -245,7 +245,8 @@ def _small(config: Any, overrides: dict[str, dict[str, Any]], ids: dict[int, int
         ids: the new ids of special tokens, to which this function adds.
         kv_heads: the largest number of key heads.
     """
-    values = {n: v for n, v in vars(config).items() if n in config.to_dict() and n not in _NOT_COPIED}
+    names = config.to_dict().keys() - _NOT_COPIED
+    values = {n: v for n, v in vars(config).items() if n in names}
     layers = next((values[n] for n in _LAYERS if isinstance(values.get(n), int)), 0)
     per_layer = [n for n, v in values.items() if isinstance(v, list | tuple) and len(v) == layers > 2]
     first_of_kind: dict[Any, int] = {}

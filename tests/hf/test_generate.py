@@ -69,7 +69,8 @@ def test_tokens(pool: Pool, kind: str) -> None:
     expected = [reference.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
     assert len(set(expected[0][0, 23:].tolist())) > 3  # the model does not repeat one token
     for world, layout in [(2, "zigzag"), *((4, layout) for layout in on_four)]:
-        for tokens in pool.run(world, generated, kind, layout, calls):
+        some = calls[:2] if world == 2 else calls
+        for tokens in pool.run(world, generated, kind, layout, some):
             assert all(map(torch.equal, tokens, expected)), (world, layout)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -97,6 +97,7 @@ def made(head: str) -> Any:
     return PLAIN[head](tiny("gemma2", tie_word_embeddings=False).double()).train()
 
 
+@cache
 def one_device(head: str) -> tuple[Result, Result]:
     """A loss and its gradients, and a function of the log-probabilities and its gradients."""
     results = []
@@ -119,14 +120,13 @@ def one_device(head: str) -> tuple[Result, Result]:
 def check_head(group: ProcessGroup, head: str, wrapper: str, first: bool, expected: tuple[Result, Result]) -> None:
     """``first``: ``parallelize`` is called before the head is changed and wrapped."""
     batch = make_batch("plain")
+    if first:
+        model = seqpar.hf.parallelize(tiny("gemma2", tie_word_embeddings=False).double(), group=group, loss_chunk=CHUNK)
+        model = WRAPPERS[wrapper](PLAIN[head](model).train())
+    else:
+        model = seqpar.hf.parallelize(WRAPPERS[wrapper](made(head)), group=group, loss_chunk=CHUNK)
     for by_token, one in enumerate(expected):
-        if first:
-            model = seqpar.hf.parallelize(
-                tiny("gemma2", tie_word_embeddings=False).double(), group=group, loss_chunk=CHUNK
-            )
-            model = WRAPPERS[wrapper](PLAIN[head](model).train())
-        else:
-            model = seqpar.hf.parallelize(WRAPPERS[wrapper](made(head)), group=group, loss_chunk=CHUNK)
+        model.zero_grad()
         with Rows() as rows:
             if by_token:
                 loss = some_loss(seqpar.hf.token_log_probs(model, batch))

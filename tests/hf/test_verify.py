@@ -37,8 +37,17 @@ ULYSSES: dict[str, Any] = {"strategy": "ulysses", "layout": "contiguous"}
 # By number of ranks and arguments of ``parallelize``: models and batches.
 HEALTHY: list[tuple[int, dict[str, Any], list[tuple[str, str]]]] = [
     (1, RING, [("llama", "packed"), ("gpt_oss", "left")]),
-    (2, RING, [*(("llama", how) for how in BATCHES), *zip(MECHANISMS[1:], BATCHES[1:] * 2, strict=False)]),
-    (4, RING, [("llama4", "left"), ("gpt2", "packed"), ("gemma3", "right"), ("mistral", "packed")]),
+    (
+        2,
+        RING,
+        [
+            *(("llama", how) for how in BATCHES),
+            *zip(MECHANISMS[1:], BATCHES[1:] * 2, strict=False),
+            ("llama4", "left"),
+            ("mistral", "packed"),
+        ],
+    ),
+    (4, RING, [("gpt2", "packed"), ("gemma3", "right")]),
     (4, ULYSSES, [("llama", "packed"), ("gpt_oss", "left"), ("deepseek_v3", "packed")]),
 ]
 

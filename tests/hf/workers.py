@@ -285,10 +285,17 @@ def expected_of(cases: list[Case]) -> list[tuple[Case, Result]]:
 
 @on_ranks
 def check_cases(group: ProcessGroup, cases: list[tuple[Case, Result]], sharded: bool = True) -> None:
-    """Compare training steps with one device. The batch is ``sharded`` before the call of the model, or in it."""
+    """Compare training steps with one device. The batch is ``sharded`` before the call of the model, or in it.
+
+    Cases in a row that differ in their batch only are steps of the same model.
+    """
+    before: tuple[str, str] | None = None
+    model: Any = None
     for (kind, strategy, how), expected in cases:
         arguments, batch = PARALLELIZE[strategy], make_batch(how)
-        model = seqpar.hf.parallelize(tiny(kind), group=group, **arguments)
+        if (kind, strategy) != before:
+            before, model = (kind, strategy), seqpar.hf.parallelize(tiny(kind), group=group, **arguments)
+        model.zero_grad()
         given = {name: x.clone() for name, x in batch.items()}
         if sharded:
             given = seqpar.hf.shard_batch(batch, group=group, layout=arguments["layout"])

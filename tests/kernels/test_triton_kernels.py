@@ -54,7 +54,7 @@ def test_what_an_iteration_waits_for() -> None:
         "WARPGROUP.DEPBAR.LE gsb0, 0x0", "BAR.SYNC.DEFER_BLOCKING 0x0", "@P4 BRA 0x0010",
         "HMMA.16816.F32.BF16 R4, R8, R12, R4", *["FADD R4, R4, R4"] * 20, "HMMA.16816.F32.BF16 R4, R8, R12, R4",
         "LDL R4, [R1]", "BAR.SYNC 0x0", "@P1 BRA 0x0070",
-        "BAR.SYNC 0x0", "BRA 0x0210", "EXIT ",
+        "BAR.SYNC 0x0", "BRA 0x0210", "EXIT          &req={0}      ?trans5 ",
         "SYNCS.PHASECHK.TRANS64.TRYWAIT P4, [UR8], R18", "@!P4 BRA 0x0230", "BRA 0x01b0",
     ]  # fmt: skip
     code = "\n".join(f"        /*{16 * i:04x}*/   {line};   /* 0x0200000cffff49a7 */" for i, line in enumerate(lines))
