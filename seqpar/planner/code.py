@@ -28,7 +28,8 @@ def code(
     ranks, per_host, parts = dp * ring * ulysses * tensor, hardware.gpus_per_host, choice.accumulation
     layout, backend, memory = choice.layout, _BACKENDS.get(kernel, kernel), _memory(choice.switches)
     made_for = f'({seq_len}, "{layout}"' if layout != "balanced" else f".balanced(mask, {seq_len}"
-    masked = "" if mask == Mask.causal() else "mask=mask, "
+    masked = "mask=mask, " if tensor > 1 and mask != Mask.causal() else ""
+    needs_mask = "# mask: the seqpar.Mask of a batch\n" if masked or layout == "balanced" else ""
     sizes = ", ".join(f"{name}={size}" for name, size in choice.degrees.items() if size > 1) or "dp=1"
     how = ", reshard_after_forward=False" if choice.weights in ("zero1", "zero2") else ""
     how += ", mesh=shards" if tensor > 1 else ""
@@ -109,8 +110,6 @@ def loss_of(batch):
 # The same for the Trainer, TRL or accelerate:
 # seqpar.hf.ParallelismConfig(cp_size={ring * ulysses}, {options}{size})
 """
-    if "mask" in made:
-        made = f"# mask: the seqpar.Mask of a batch\n{made}"
     start = f"seqpar bench --nproc {ring * ulysses}"
     if ring * ulysses > per_host:
         start = f"{_torchrun(ring * ulysses, per_host)} -m seqpar bench"
@@ -128,7 +127,7 @@ import torch
 import seqpar
 
 mesh = seqpar.init_mesh({sizes})
-{made}{hosts if choice.weights == "hsdp" else ""}# {WEIGHTS[choice.weights]}
+{needs_mask}{made}{hosts if choice.weights == "hsdp" else ""}# {WEIGHTS[choice.weights]}
 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 for layer in {layers}:
     fully_shard(layer, mp_policy=policy{how})
