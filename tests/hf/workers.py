@@ -289,7 +289,8 @@ def check_cases(group: ProcessGroup, cases: list[tuple[Case, Result]], sharded: 
 
     Cases in a row that differ in their batch only are steps of the same model.
     """
-    before, model = None, None
+    before: tuple[str, str] | None = None
+    model: Any = None
     for (kind, strategy, how), expected in cases:
         arguments, batch = PARALLELIZE[strategy], make_batch(how)
         if (kind, strategy) != before:
