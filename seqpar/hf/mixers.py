@@ -321,6 +321,9 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _stand_in(name: str, original: Original) -> Original:
+    # A file that was imported while another one's function was replaced has the stand-in of that one.
+    original = getattr(original, "_seqpar_original", original)
+
     @no_compile
     def run(*args: Any, **kwargs: Any) -> Any:
         running = _running.get()
@@ -339,5 +342,5 @@ def _stand_in(name: str, original: Original) -> Original:
         options = {"sharding": shard.sharding, "mask": None if shard.unmasked else shard.mask}
         return _FUNCTIONS[name].sharded(original, options, *args, **kwargs)
 
-    run.__wrapped__ = original  # type: ignore[attr-defined]
+    run.__wrapped__ = run._seqpar_original = original  # type: ignore[attr-defined]
     return run
