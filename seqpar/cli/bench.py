@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..base.checks import check_int
+from ..placement.layout import LAYOUT_WORDS
 from ..planner.mixes import MIXES
 from ..ranks.mesh import ranks_by_host
 from .bench_cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
@@ -54,7 +55,10 @@ def bench(
     ] = None,
     layout: Annotated[
         list[str] | None,
-        typer.Option(help="contiguous, zigzag or striped.", show_default="contiguous for Ulysses, else zigzag"),
+        typer.Option(
+            help=f"One of {', '.join(LAYOUT_WORDS)}; the last one is made for the mask.",
+            show_default="contiguous for Ulysses, else zigzag; for the preset packed also balanced",
+        ),
     ] = None,
     mask: Annotated[
         list[str] | None,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.checks import check_choice, check_int, check_number
 from ..kernels import BACKENDS
 from ..masks.mask import Mask
-from ..placement.layout import LAYOUTS, LayoutName
+from ..placement.layout import LAYOUT_WORDS, LayoutWord
 from ..placement.strategies import COMMS, STRATEGIES
 from ..planner.mixes import mask_of
 
@@ -31,6 +31,7 @@ class Preset(NamedTuple):
     about: str
     heads_per_kv: int = 1
     qk_to_v: float = 1.0  # head_dim of q and k / head_dim of v
+    layouts: tuple[LayoutWord, ...] = ("zigzag",)  # compared for strategies that send K/V
 
 
 PRESETS: dict[str, Preset] = {
@@ -39,6 +40,7 @@ PRESETS: dict[str, Preset] = {
         "mix:magi",
         "packed documents with the lengths in MagiAttention's distributed benchmark: most of 13.5 million documents "
         "have 200 to 2,000 tokens, but the longest, of up to 196,608 tokens, have most of the work",
+        layouts=("zigzag", "balanced"),
     ),
     "window": Preset("window:1024", "each token sees the last 1,024 tokens"),
     "gqa": Preset("causal", "4 query heads per KV head, as in Llama 3 8B", heads_per_kv=4),
@@ -58,7 +60,7 @@ class BenchStrategy:
     """A strategy of seqpar, by one of ``strategy_names()``, with a layout and a backend."""
 
     strategy: str
-    layout: LayoutName
+    layout: LayoutWord
     backend: str = "auto"
 
     @property
@@ -127,7 +129,7 @@ class BenchConfig:
 
     preset: tuple[str, ...] = ("causal",)
     strategy: tuple[str, ...] = ()
-    layout: tuple[LayoutName, ...] = ()
+    layout: tuple[LayoutWord, ...] = ()
     mask: tuple[str, ...] = ()
     seq_len: tuple[int, ...] = ()
     ranks: tuple[int, ...] = ()
@@ -155,7 +157,7 @@ class BenchConfig:
         for option, values, choices in (
             ("preset", self.preset, PRESETS),
             ("strategy", self.strategy, strategy_names()),
-            ("layout", self.layout, LAYOUTS),
+            ("layout", self.layout, LAYOUT_WORDS),
             ("backend", self.backend, ("auto", *BACKENDS)),
             ("device", (self.device,), DEVICES),
             ("dtype", (self.dtype,) if self.dtype is not None else (), DTYPES),
@@ -202,14 +204,15 @@ class BenchConfig:
             for mask in self.mask or (PRESETS[preset].mask,)
         ]
 
-    def strategies(self, ranks: int) -> list[BenchStrategy]:
+    def strategies(self, preset: str, ranks: int) -> list[BenchStrategy]:
         """The strategies to compare on ``ranks`` ranks, with every layout and backend of the options.
 
-        By default, each strategy has the layout in which ranks have equal work under a causal mask.
+        By default, an all-to-all has contiguous shards, and each other strategy has the layouts of the preset.
         """
         default = ("ring", "ulysses", "all_gather", *(["hybrid"] if ranks >= 4 else []), "auto")
+        defaults: dict[str, tuple[LayoutWord, ...]] = {"ulysses": ("contiguous",), "a2a": ("contiguous",)}
         return [
             BenchStrategy(strategy, layout, backend)
             for strategy, backend in product(self.strategy or default, self.backend)
-            for layout in self.layout or (("contiguous" if strategy in ("ulysses", "a2a") else "zigzag"),)
+            for layout in self.layout or defaults.get(strategy, PRESETS[preset].layouts)
         ]

@@ -147,7 +147,7 @@ class CaseMeasurement:
         for backend, status in BACKENDS.items():
             if backend != "reference" and status.unavailable() is None:
                 self._add(f"local {backend}", "ideal", partial(local_runner, setting, backend), expected)
-        for strategy in self._config.strategies(setting.case.ranks):
+        for strategy in self._config.strategies(setting.case.preset, setting.case.ranks):
             self._add(strategy.name, "seqpar", partial(strategy_runner, setting, strategy), expected)
         for module in peers.values():
             self._add(module.NAME, "peer", partial(peer_runner, setting, module, self._groups.fake), expected)

@@ -256,10 +256,14 @@ def local_runner(setting: BenchSetting, backend: str) -> Runner:
 
 
 def strategy_runner(setting: BenchSetting, strategy: BenchStrategy) -> Runner:
-    sharding = Sharding(setting.case.seq_len, strategy.layout, group=setting.group)
-    attend: Attend = partial(attention, mask=setting.mask, sharding=sharding, **strategy.options)
-    positions, silent = setting.positions(strategy.layout), attend if setting.group.size() > 1 else None
-    names = strategy.layout, strategy.backend
+    mask, seq_len, layout = setting.mask, setting.case.seq_len, strategy.layout
+    if layout == "balanced":
+        sharding = Sharding.balanced(mask, seq_len, group=setting.group)
+    else:
+        sharding = Sharding(seq_len, layout, group=setting.group)
+    attend: Attend = partial(attention, mask=mask, sharding=sharding, **strategy.options)
+    positions, silent = sharding.positions(), attend if setting.group.size() > 1 else None
+    names = layout, strategy.backend
     inputs = local_inputs(setting, positions)
     return Runner(strategy.name, attend, inputs, positions, *names, silent=silent, silence=without_messages)
 

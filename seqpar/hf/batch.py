@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from ..comm.waiting import waiting
 from ..masks.mask import Mask, layer_mask, mask_of_rows
 from ..masks.rules import document_boundaries
 from ..placement.balanced import balanced_layout
-from ..placement.layout import LAYOUTS, Layout, TokenLayout, check_layout, shard_length
+from ..placement.layout import LAYOUT_WORDS, Assigned, LayoutWord, TokenLayout, check_layout, shard_length
 from ..ranks.mesh import known_per_host, rank_in, sequence_group, size_of, ulysses_size
 from ..sharding.sharding import Sharding, check_sharding
 
@@ -37,7 +37,7 @@ UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx", PLANNED)
 Documents = list[tuple[int, ...]]  # for each row, the boundaries of its documents, starting with 0
 TokenRanges = list[tuple[int, int]]  # for each row, the first token that is not padding, and one past the last
 # A layout for batches: of any sequence, or "balanced", which is made for each batch from its documents.
-BatchLayout: TypeAlias = Layout | Literal["balanced"]
+BatchLayout: TypeAlias = LayoutWord | Assigned
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Cut:
     per_host: int = 0
 
     def __post_init__(self) -> None:
-        check_layout(self.layout, names=(*LAYOUTS, "balanced"))
+        check_layout(self.layout, names=LAYOUT_WORDS)
 
     @staticmethod
     def over(mesh: DeviceMesh | None, group: ProcessGroup | None, layout: BatchLayout) -> Cut:

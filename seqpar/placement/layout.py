@@ -136,6 +136,9 @@ def _merged_ranges(rank: int, ranges: Iterable[range]) -> tuple[range, ...]:
 
 # Which positions each rank holds: by name, or one by one.
 Layout: TypeAlias = LayoutName | Assigned
+# A layout in words: "balanced" is an ``Assigned`` value that ``balanced_layout`` makes for a mask.
+LayoutWord: TypeAlias = LayoutName | Literal["balanced"]
+LAYOUT_WORDS: tuple[LayoutWord, ...] = (*LAYOUTS, "balanced")
 
 
 def check_layout(

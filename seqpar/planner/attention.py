@@ -11,7 +11,7 @@ of v.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.base import OutputGrad
 from ..kernels.cpu import computed_pairs as pairs_computed_on_cpu
+from ..masks.mask import Mask
 from ..placement.heads import Heads
-from ..placement.layout import CPU
+from ..placement.layout import CPU, TokenLayout
 from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Step
@@ -124,8 +125,7 @@ class AttentionTimeline:
             with _disable_current_modes():  # the tiles are read from tensors, which a FakeTensorMode would empty
                 intervals = {i: plan.intervals(i, CPU) for i in range(len(plan))}
                 return {i: pairs_computed_on_cpu(x) for i, x in intervals.items() if x is not None}
-        shards = [s.sharding.ring_positions(rank) for rank in range(s.ring)]
-        by_owner = computed_pairs(s.mask, s.seq_len, shards[plan.rank], shards, s.hardware.tile)
+        by_owner = _pairs_by_owner(s.mask, s.sharding, plan.rank, s.hardware.tile)
         pairs: dict[int, float] = {}
         for i, step in enumerate(plan):
             if step.keys is not None:
@@ -164,6 +164,13 @@ class AttentionTimeline:
 
     def _head_exchange(self, timeline: Timeline, max_chunks: int) -> RecordedHeadExchange:
         return RecordedHeadExchange(self._placement, self._heads, max_chunks, timeline=timeline, place=self._place)
+
+
+@lru_cache(maxsize=256)  # forward and backward, and every way to recompute, need the same
+def _pairs_by_owner(mask: Mask, sharding: TokenLayout, ring_rank: int, tile: int) -> list[int]:
+    """The pairs that a kernel computes for the queries of ``ring_rank``, for the keys of each ring rank."""
+    shards = [sharding.ring_positions(rank) for rank in range(sharding.ring)]
+    return computed_pairs(mask, sharding.seq_len, shards[ring_rank], shards, tile)
 
 
 class _NoGradient:

@@ -27,6 +27,9 @@ def code(
     dp, ring, ulysses, tensor = (choice.degrees[name] for name in ("dp", "ring", "ulysses", "tp"))
     ranks, per_host, parts = dp * ring * ulysses * tensor, hardware.gpus_per_host, choice.accumulation
     layout, backend, memory = choice.layout, _BACKENDS.get(kernel, kernel), _memory(choice.switches)
+    made_for = f'({seq_len}, "{layout}"' if layout != "balanced" else f".balanced(mask, {seq_len}"
+    masked = "mask=mask, " if tensor > 1 and mask != Mask.causal() else ""
+    needs_mask = "# mask: the seqpar.Mask of a batch\n" if masked or layout == "balanced" else ""
     sizes = ", ".join(f"{name}={size}" for name, size in choice.degrees.items() if size > 1) or "dp=1"
     how = ", reshard_after_forward=False" if choice.weights in ("zero1", "zero2") else ""
     how += ", mesh=shards" if tensor > 1 else ""
@@ -44,7 +47,7 @@ hosts = torch.distributed.init_device_mesh(mesh.device_type, shape, mesh_dim_nam
         comm = f', "comm": "{choice.comm}"' if choice.comm else ""
         shape = f"{model.heads}, {model.kv_heads}, {model.head_dim}"
         made = f"""\
-sharding = seqpar.Sharding({seq_len}, "{layout}", mesh=mesh, strategy="tp_sp")
+sharding = seqpar.Sharding{made_for}, mesh=mesh, strategy="tp_sp")
 hidden, vocab = {model.hidden}, {model.vocab}
 
 
@@ -53,12 +56,12 @@ class Block(nn.Module):
         super().__init__()
         rope = seqpar.RotaryEmbedding({model.head_dim})
         self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        options = {{"mesh": mesh, "rope": rope, "layout": "{layout}", "backend": "{backend}"{comm}}}
+        options = {{"mesh": mesh, "rope": rope, "backend": "{backend}"{comm}}}
         self.attention = seqpar.ParallelAttention("tp_sp", hidden, {shape}, **options)
         self.mlp = seqpar.MegatronMLP(hidden, {model.intermediate}, mesh=mesh)
 
     def forward(self, x, sharding):
-        x = x + self.attention(self.norm1(x), sharding=sharding)
+        x = x + self.attention(self.norm1(x), {masked}sharding=sharding)
         return x + self.mlp(self.norm2(x), sharding=sharding)
 
 
@@ -92,7 +95,7 @@ def loss_of(batch):  # the same on the ranks of a sequence
         options = f'strategy="{choice.context}", layout="{layout}"{comm}, backend="{backend}"'
         options += f", memory={memory}" if memory else ""
         made = f"""\
-sharding = seqpar.Sharding({seq_len}, "{layout}", mesh=mesh)  # for tensors of your own
+sharding = seqpar.Sharding{made_for}, mesh=mesh)  # for tensors of your own
 # model: of transformers; batches: of dicts with input_ids and labels, the same on the ranks of a sequence
 seqpar.hf.parallelize(model, mesh=mesh, {options})
 """
@@ -114,6 +117,7 @@ def loss_of(batch):
     heads, kv_heads = (max(1, n // tensor) for n in (model.heads, model.kv_heads))
     head_dim = model.v_head_dim or model.head_dim
     seen = {Mask.causal(): " --mask causal", Mask.full(): " --mask full"}.get(mask, "")
+    measure = "Measure its attention" if seen else "Measure its attention, with the --mask that is most like yours"
     return f"""\
 # {_torchrun(ranks, per_host)} train.py
 # A step has {choice.tokens_per_step:,} tokens: {parts} x {batch} sequences of {seq_len:,} on each of {dp} dp ranks.
@@ -123,7 +127,7 @@ import torch
 import seqpar
 
 mesh = seqpar.init_mesh({sizes})
-{made}{hosts if choice.weights == "hsdp" else ""}# {WEIGHTS[choice.weights]}
+{needs_mask}{made}{hosts if choice.weights == "hsdp" else ""}# {WEIGHTS[choice.weights]}
 policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 for layer in {layers}:
     fully_shard(layer, mp_policy=policy{how})
@@ -140,7 +144,7 @@ for part in range(accumulation):
 {sync}optimizer.step()
 optimizer.zero_grad()
 {config}
-# Measure its attention:
+# {measure}:
 # {start} --strategy {strategy} --layout {layout} --seq-len {seq_len} \\
 #     --batch {batch} --heads {heads} --kv-heads {kv_heads} --head-dim {head_dim}{seen} --no-peers
 """

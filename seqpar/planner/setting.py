@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from ..masks.mask import Mask
-from ..placement.layout import Layout, TokenLayout, ranges_to_positions
+from ..placement.layout import Assigned, Layout, TokenLayout, ranges_to_positions
 from ..ranks.mesh import ranks_per_host
 from .hardware import Hardware
 from .model import ModelShape
@@ -104,7 +104,10 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Tokens on the rank with the longest shard, summed over the ``batch`` sequences."""
+        """Tokens on the rank with the longest shard, summed over the ``batch`` sequences.
+
+        The longest shard of a balanced layout may have 2 % more, which are not counted.
+        """
         return -(-self.seq_len // self.sequence_ranks) * self.batch
 
     def host(self, ring: int, ulysses: int, tensor: int) -> int:
@@ -138,9 +141,10 @@ _TILES = 4096  # a ring rank's queries are counted in at most so many tiles
 def _work_by_ring_rank(mask: Mask, seq_len: int, layout: Layout, ring: int) -> list[int]:
     """The pairs of a query and a key that each ring rank computes.
 
-    The Ulysses and tensor-parallel ranks that share the tokens of a ring rank are left out of the sharding: they move
-    the borders between ring ranks by a few tokens at most.
+    Of a layout with a name, the Ulysses and tensor-parallel ranks that share the tokens of a ring rank are left out:
+    they move the borders between ring ranks by a few tokens at most.
     """
-    sharding, everything = TokenLayout(seq_len, layout, ring), [ranges_to_positions([(0, seq_len)])]
+    together = len(layout.by_rank) // ring if isinstance(layout, Assigned) else 1
+    sharding, everything = TokenLayout(seq_len, layout, ring, together), [ranges_to_positions([(0, seq_len)])]
     tile = -(-seq_len // ring // _TILES)
     return [computed_pairs(mask, seq_len, sharding.ring_positions(rank), everything, tile)[0] for rank in range(ring)]

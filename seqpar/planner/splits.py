@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
-from ..placement.layout import LAYOUTS, Layout
+from ..placement.balanced import balanced_layout
+from ..placement.layout import Assigned, Layout
 from .memory import RECOMPUTE, Switches
 from .setting import Setting
 
@@ -52,13 +54,24 @@ def _layouts(setting: Setting) -> list[Layout]:
     if setting.ring == 1:
         return ["contiguous"]
     imbalance: dict[Layout, float] = {}
-    # Contiguous ranks see the fewest keys of other ranks, then zigzag ranks. A later layout must be better balanced.
-    for layout in LAYOUTS:
+    for layout in _from_fewest_keys(setting):  # a later layout must be better balanced
         imbalance[layout] = replace(setting, layout=layout).imbalance()
         if imbalance[layout] < _BALANCED:
             break
     least = min(imbalance.values())
     return [layout for layout, value in imbalance.items() if value < _WORTH_COMPARING * least]
+
+
+def _from_fewest_keys(setting: Setting) -> Iterator[Layout]:
+    """The layouts, first the one whose ranks see the fewest keys of other ranks. Striped ranks see nearly all keys."""
+    yield "contiguous"
+    yield "zigzag"
+    together, per_host = setting.ulysses * setting.tensor, setting.hardware.gpus_per_host
+    made = _balanced_layout(setting.mask, setting.seq_len, setting.sequence_ranks, together, per_host)
+    yield made if isinstance(made, Assigned) else "striped"
+
+
+_balanced_layout = lru_cache(maxsize=256)(balanced_layout)  # splits that differ in replicas have the same layout
 
 
 def allowed_switches(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from ..placement.layout import Layout
+from ..placement.layout import Assigned, LayoutWord
 from ..placement.strategies import Comm, compared_options
 from .layer import RankTimeline, weight_transfer
 from .memory import Memory, Switches, layer_activations, memory
@@ -28,7 +28,7 @@ class Choice:
         comm: the option ``comm`` if ``context`` is "context_parallel", else None. With ``comm="p2p"`` the choice would
             be "ring".
         degrees: the number of ranks by dimension of ``init_mesh``: "dp", "ring", "ulysses", "tp".
-        layout: which positions each rank holds.
+        layout: which positions each rank holds; "balanced" is the layout of ``Sharding.balanced``.
         accumulation: how often each replica computes ``batch`` sequences in a step.
         tokens_per_step: tokens of all sequences of a step, the same for all choices of a plan.
         weights: how weights are sharded: "fsdp", "hsdp", "zero2" or "zero1".
@@ -61,7 +61,7 @@ class Choice:
     context: str
     comm: Comm | None
     degrees: Mapping[str, int]
-    layout: Layout
+    layout: LayoutWord
     accumulation: int
     tokens_per_step: int
     weights: Weights
@@ -232,7 +232,7 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         context=context,
         comm=compared_options(context).get("comm"),
         degrees={"dp": s.replicas, "ring": s.ring, "ulysses": s.ulysses, "tp": s.tensor},
-        layout=s.layout,
+        layout="balanced" if isinstance(s.layout, Assigned) else s.layout,
         accumulation=times,
         tokens_per_step=sequences * s.seq_len,
         weights=s.weights,

@@ -22,11 +22,21 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import seqpar
 from seqpar import Mask
 from seqpar.cli.bench import draw_charts, rows_of, table_of
 from seqpar.cli.bench_cases import PRESETS, BenchCase, BenchConfig, BenchStrategy
 from seqpar.cli.bench_run import BOTH, FORWARD, CaseMeasurement, CaseResult, Groups, Sample, busy_seconds
-from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError, adapters, make_peer, peer_runner, strategy_runner
+from seqpar.cli.bench_runners import (
+    BenchSetting,
+    Peer,
+    RefusalError,
+    adapters,
+    make_peer,
+    peer_runner,
+    reference,
+    strategy_runner,
+)
 from seqpar.planner.hardware import AttentionRate
 from seqpar.planner.layer import attention_seconds
 from seqpar.planner.setting import Setting
@@ -85,10 +95,12 @@ def test_cases_are_every_combination() -> None:
 
 
 def test_each_strategy_has_the_layout_that_balances_it() -> None:
-    names = [strategy.name for strategy in BenchConfig().strategies(4)]
+    names = [strategy.name for strategy in BenchConfig().strategies("causal", 4)]
     assert names == ["ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"]
+    packed = [strategy.name for strategy in BenchConfig(strategy=("ring", "ulysses")).strategies("packed", 2)]
+    assert packed == ["ring zigzag", "ring balanced", "ulysses contiguous"]
     config = BenchConfig(strategy=("ring",), layout=("striped", "zigzag"), backend=("auto", "cpu"))
-    assert len(config.strategies(2)) == 4
+    assert len(config.strategies("packed", 2)) == 4
 
 
 @pytest.mark.parametrize(("mask", "pairs"), [("causal", 10), ("full", 16), ("window:2", 7), ("documents:2", 6)])
@@ -277,6 +289,9 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
         _, silent = ring.run(ring.silent)
     wide = BenchSetting(replace(CASE, head_dim=24), group, group, group.size(), CPU)  # as in the preset mla
     _, latent = strategy_runner(wide, BenchStrategy("ring", "zigzag")).run()
+    packed = BenchSetting(replace(CASE, mask="documents:768", seq_len=1024), group, group, group.size(), CPU)
+    balanced = strategy_runner(packed, BenchStrategy("ring", "balanced"))
+    balanced_errors = balanced.errors(reference(packed))
     peer = peer_runner(place, right, group)
     peer_error = max(error for error, _ in peer.errors(measurement._reference()))
     torch.set_num_threads(1)
@@ -287,6 +302,8 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
         "silent": [tuple(x.shape) for x in silent],
         "latent": [x.shape[3] for x in latent],
         "peer_error": peer_error,
+        "balanced": balanced.positions.tolist(),
+        "balanced_errors": balanced_errors,
     }
 
 
@@ -313,6 +330,9 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert answer["silent"] == [(1, 32, 4, 16)] * 4
         assert answer["latent"] == [16, 24, 24, 16]
         assert answer["peer_error"] < 1e-8
+        assert max(error / norm for error, norm in answer["balanced_errors"]) < 1e-8
+    made = seqpar.Sharding.balanced(Mask.documents([0, 768, 1024]), 1024, ranks=2, rank=1)
+    assert isinstance(made.layout, seqpar.Assigned) and answers[1]["balanced"] == made.positions().tolist()
 
 
 # The order of magnitude of a core's rates, and of messages in shared memory.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import seqpar.hf  # noqa: F401 (the printed code imports it)
+import seqpar.hf  # (the printed code imports it)
+from seqpar.placement import balanced
 
-from .sizes import BATCH, SIZES, TOKENS
+from .sizes import BATCH, DOCUMENTS, SIZES, TOKENS
 
 
 def transformer() -> Any:
@@ -21,10 +22,13 @@ def transformer() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**SIZES))
 
 
-def batch_of(is_shifted: bool) -> dict[str, torch.Tensor]:
+def batch_of(is_shifted: bool, is_packed: bool) -> dict[str, torch.Tensor]:
     """The same batch in every part of a step and on every rank. transformers shifts the labels itself."""
     ids = torch.randint(0, 61, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:] if is_shifted else ids[:, :-1]}
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:] if is_shifted else ids[:, :-1]}
+    if is_packed:
+        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
+    return batch
 
 
 def norm(parameters: Iterable[torch.nn.Parameter]) -> float:
@@ -48,11 +52,13 @@ def run_printed(texts: dict[str, str]) -> dict[str, tuple[float, float]]:
     found = {}
     for name, text in texts.items():
         uses_hf = "seqpar.hf" in text
-        names: dict[str, Any] = {"batches": repeat(batch_of(not uses_hf))}
+        names: dict[str, Any] = {"batches": repeat(batch_of(not uses_hf, "packed" in name))}
+        if "packed" in name:
+            names["mask"] = seqpar.Mask.documents(DOCUMENTS)
         if uses_hf:
             names["model"] = transformer()
         torch.manual_seed(0)
-        with mock.patch("torch.optim.AdamW", Recorded):
+        with mock.patch("torch.optim.AdamW", Recorded), mock.patch.object(balanced, "TILE", 4):
             exec(compile(text, name, "exec"), names)
         found[name] = float(names["loss"].detach()) * names["accumulation"], Recorded.norms.pop()
     torch.distributed.destroy_process_group()

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 
 import seqpar
+from seqpar import Mask
 from seqpar.cli.launch import launch
 from seqpar.planner.code import code
 from seqpar.planner.memory import Switches
 from seqpar.planner.step import Choice
 
-from .sizes import SIZES, TOKENS
+from .sizes import DOCUMENTS, SIZES, TOKENS
 
 RANKS = 4
 ONE_HOST = {"base": "h100", "attention": {"cpu": [1e12, 1e12]}, "gpus_per_host": RANKS}
@@ -58,20 +60,28 @@ def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("seqpar.planner.code.TILE_TOKENS", 8)
     plan = small_plan()
-    texts = {name: printed(plan, choice) for name, choice in variants().items()}
+    choices = variants()
+    texts = {name: printed(plan, choice) for name, choice in choices.items()}
+    packed = replace(plan, mask=Mask.documents(DOCUMENTS))
+    for name, layout in (("ring ring", "balanced"), ("tp_sp ring", "balanced"), ("tp_sp local", "contiguous")):
+        choice: Any = replace(choices[name], layout=layout)
+        texts[f"{name}, packed"] = printed(packed, choice)
     for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model"):
         assert any(words in text for text in texts.values()), words
     results = launch(run_printed, RANKS, texts, deadline_s=300)
-    model = transformer()
-    loss = model(**batch_of(False)).loss
-    loss.backward()
-    tensor_parallel = next(x for name, x in results[0].items() if "tp_sp" in name)
-    expected = {True: (loss.item(), norm(model.parameters())), False: tensor_parallel}
-    for result in results:
-        for name, found in result.items():
+    alone, packed_alone = (results[0][name][1] for name in ("tp_sp local", "tp_sp local, packed"))
+    assert packed_alone != pytest.approx(alone, rel=0.01)  # the mask counts
+    for is_packed in (False, True):
+        model = transformer()
+        loss = model(**batch_of(False, is_packed), use_cache=False).loss  # with a cache, transformers ignores documents
+        loss.backward()
+        mine = [{name: x for name, x in result.items() if ("packed" in name) == is_packed} for result in results]
+        tensor_parallel = next(x for name, x in mine[0].items() if "tp_sp" in name)
+        expected = {True: (loss.item(), norm(model.parameters())), False: tensor_parallel}
+        for name, found in chain.from_iterable(x.items() for x in mine):
             # Under tensor parallelism a rank's loss is its share: only the gradients are compared, with one another.
             first = int("tp_sp" in name)
-            assert found[first:] == pytest.approx(expected["tp_sp" not in name][first:], rel=0.02), (name, results[0])
+            assert found[first:] == pytest.approx(expected["tp_sp" not in name][first:], rel=0.02), (name, mine[0])
 
 
 def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:

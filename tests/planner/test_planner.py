@@ -18,6 +18,8 @@ from seqpar import Mask
 from seqpar.cli.launch import CommandError
 from seqpar.cli.plan import plan as plan_command
 from seqpar.cli.plan import read_batch, read_tokens, shown, table
+from seqpar.placement.balanced import balanced_layout
+from seqpar.placement.layout import Assigned
 from seqpar.planner.choose import is_equal
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix, mask_of
@@ -138,6 +140,23 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
     assert ulysses.exposed_s > ring.exposed_s
 
 
+def test_packed_documents_are_compared_in_the_layout_that_balances_them() -> None:
+    mask = mask_of("mix:magi", 1 << 17)
+    base = Setting(MODELS["llama3-8b"], H100, mask, 1 << 17)
+    found = list(settings(base, 32, 1))
+    for s in found:
+        zigzag = replace(s, layout="zigzag").imbalance()
+        if s.ring > 1 and zigzag > 1.5:
+            expected = balanced_layout(mask, 1 << 17, 32, s.ulysses * s.tensor, H100.gpus_per_host)
+            assert s.layout == expected and isinstance(expected, Assigned)
+            assert s.imbalance() < 1.02
+        assert s.layout != "striped"
+    assert sum(isinstance(s.layout, Assigned) for s in found) > 10
+    # With fewer than four tiles for a rank there is no balanced layout.
+    short = settings(Setting(MODELS["llama3-8b"], H100, Mask.documents([0, 3000, 4096]), 4096), 32, 1)
+    assert {s.layout for s in short if s.ring == 32} == {"striped"}
+
+
 def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def rings(replicas: int | None) -> list[int]:
         base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), 4096)
@@ -187,8 +206,12 @@ def test_switches_are_priced() -> None:
 
 
 def test_documents_need_less_than_one_sequence() -> None:
-    one, many = (seqpar.plan("llama3-8b", 262144, 8, mask=mask).best for mask in (None, mask_of("mix:magi", 262144)))
-    assert many.tokens_per_s > 1.5 * one.tokens_per_s
+    one, many = (seqpar.plan("llama3-8b", 262144, 8, mask=mask) for mask in (None, mask_of("mix:magi", 262144)))
+    assert many.best.tokens_per_s > 1.5 * one.best.tokens_per_s
+    assert {x.layout for x in many.choices if x.degrees["ring"] > 2} == {"balanced"}
+    assert {x["layout"] for x in json.loads(json.dumps(many.as_dict()))["choices"]} == {"contiguous", "balanced"}
+    code = many.code(next(x for x in many.choices if x.layout == "balanced" and x.strategy == "ring" and x.possible))
+    assert 'layout="balanced"' in code and "--layout balanced" in code and "with the --mask that" in code
     lengths = document_mix("wlb", 1 << 20).starts[0]
     assert len(lengths) > 100 and document_mix("wlb", 1 << 20) == document_mix("wlb", 1 << 20)
 

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.placement.layout import LAYOUTS, TokenLayout
+from seqpar.placement.balanced import balanced_layout
+from seqpar.placement.layout import LAYOUTS, Assigned, Layout, TokenLayout
 from seqpar.planner.layer import RankTimeline
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import mask_of
@@ -176,14 +177,19 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
         "causal": Mask.causal(),
         "window": Mask.sliding_window(3 * world // 2),
         "documents": Mask.documents([0, world, world + 3, 5 * world // 2, tokens]),
+        "balanced": Mask.documents([0, world, world + 3, 5 * world // 2, tokens]),
     }
     heads = world if strategy == "ulysses" else 8
     ulysses = world if strategy == "ulysses" else STRATEGIES[strategy].get("ulysses_size", 1)
     rank = world // 2 + 1
     if world == 1024:
         masks = {"documents": masks["documents"]}
+    monkeypatch.setattr("seqpar.placement.balanced.TILE", 1)  # so that these short sequences have four tiles a rank
     for number, (name, mask) in enumerate(masks.items()):
-        layout = LAYOUTS[(number + 1) % 3]
+        layout: Layout = LAYOUTS[(number + 1) % 3]
+        if name == "balanced":
+            layout = balanced_layout(mask, tokens, world, ulysses if ulysses < world else 1, PER_HOST)
+            assert isinstance(layout, Assigned)
         with simulated(world, rank, PER_HOST, monkeypatch) as group:
             expected = counted(group, mask, layout, tokens, heads, STRATEGIES[strategy])
         setting = Setting(
