@@ -181,7 +181,7 @@ class Sharding(Opaque):
         It is made for packed documents, whose work zigzag does not divide evenly. Every rank makes it alone, from the
         mask, and all ranks make the same one. Under a mask that zigzag or contiguous shards balance, such as plain
         causality, the layout is one of these. ``placement/balanced.py`` explains how it is found: with 64 ranks and
-        2,000 documents in 10 to 15 milliseconds.
+        2,000 documents in 10 to 25 milliseconds.
 
         Args:
             mask: which keys each query sees, in the layers with the most work.
