@@ -19,7 +19,7 @@ BENCH_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
-IN_TWO := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Many processes import the tests: with bytecode, only the first one compiles them.
 PYTEST = PYTHONDONTWRITEBYTECODE= timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
@@ -29,14 +29,14 @@ PYTEST = PYTHONDONTWRITEBYTECODE= timeout --kill-after=10 $(TEST_DEADLINE_S) $(B
 demo: $(READY)
 	$(BIN)/seqpar demo
 
-# Every test, in two processes (pytest-xdist): ranks wait for one another much of the time. Files in conftest.py's order.
-# About 12 minutes on two cores, with the installation.
+# Every test, in three processes (pytest-xdist), also on two cores: ranks wait for one another much of the time. Files in
+# conftest.py's order. About 12 minutes on two cores, with the installation.
 test: $(READY)
-	$(PYTEST) $(IN_TWO) $(PYTEST_ARGS)
+	$(PYTEST) $(IN_THREE) $(PYTEST_ARGS)
 
 # The tests to run while writing code: everything that is not marked slow, and nothing that imports transformers.
 test-fast: $(READY)
-	$(PYTEST) $(IN_TWO) -m "not slow" --ignore=tests/hf --ignore=tests/docs/test_examples.py $(PYTEST_ARGS)
+	$(PYTEST) $(IN_THREE) -m "not slow" --ignore=tests/hf --ignore=tests/docs/test_examples.py $(PYTEST_ARGS)
 
 # Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
 # instructions. Needs no GPU; takes about 16 minutes of one core. `make test` compiles a few of them.
