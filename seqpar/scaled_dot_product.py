@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from .base.checks import check_dense, check_int
-from .base.replaced import replaced
+from .base.replaced import replaced, replaced_in
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .masks.mask import Mask
@@ -271,7 +271,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
 
     def __enter__(self) -> replace_sdpa:
         self.calls = 0
-        self._undo.enter_context(replaced(CheckpointFunction, forward=_noted(CheckpointFunction.forward)))
+        self._undo.enter_context(replaced_in(CheckpointFunction, "forward", _noted))
         if self.modules is not None:
             self.modules.watch(lambda: self.calls)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -438,7 +438,7 @@ def _is_attention(func: Any) -> bool:
     return any(word in name for word in _ATTENTION) and not name.startswith("seqpar.")
 
 
-def _noted(forward: Callable[..., Any]) -> Any:
+def _noted(forward: staticmethod[..., Any]) -> Any:
     """``forward``, the static method of ``CheckpointFunction``, with ``_in_reentrant`` set meanwhile."""
 
     def noted(*args: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 
@@ -24,26 +23,26 @@ def replaced(target: object, **values: Any) -> Iterator[None]:
                 delattr(target, name)
 
 
-_shared: dict[tuple[ModuleType, str], list[Any]] = {}  # the original, its replacement, and the number of blocks
+_shared: dict[tuple[object, str], list[Any]] = {}  # the original, its replacement, and the number of blocks
 
 
 @contextmanager
-def replaced_in(module: ModuleType, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """In the block, the global ``name`` of ``module`` is ``make(original)``.
+def replaced_in(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """In the block, the attribute ``name`` of a module or class is ``make(original)``.
 
     Blocks may overlap, and need not end in the order in which they began. All of them share the first one's value.
     """
-    entry = _shared.get((module, name))
+    entry = _shared.get((owner, name))
     if entry is None:
-        original = getattr(module, name)
-        entry = _shared[module, name] = [original, make(original), 0]
-        setattr(module, name, entry[1])
+        original = vars(owner)[name]
+        entry = _shared[owner, name] = [original, make(original), 0]
+        setattr(owner, name, entry[1])
     entry[2] += 1
     try:
         yield
     finally:
         entry[2] -= 1
         if not entry[2]:
-            del _shared[module, name]
-            if getattr(module, name) is entry[1]:
-                setattr(module, name, entry[0])
+            del _shared[owner, name]
+            if vars(owner)[name] is entry[1]:
+                setattr(owner, name, entry[0])

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -299,7 +298,7 @@ def replace_router_loss(model: nn.Module, undo: ExitStack) -> None:
         names.add(import_module(_FUSED_ROUTER).__name__)
     for name in names:
         if hasattr(module := sys.modules.get(name), _ROUTER_LOSS):
-            undo.enter_context(replaced_in(cast(ModuleType, module), _ROUTER_LOSS, _sharded_router_loss))
+            undo.enter_context(replaced_in(module, _ROUTER_LOSS, _sharded_router_loss))
 
 
 def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:

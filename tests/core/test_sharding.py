@@ -172,7 +172,7 @@ def test_one_process() -> None:
 
 
 def test_the_permutation_that_equal_parts_shard() -> None:
-    """In zigzag it is that of PyTorch's own load balancer."""
+    """In zigzag the permutation equals the indices of PyTorch's own load balancer."""
     ranks, x = 4, torch.randn(2, 48, 3)
     mask = Mask.documents([0, 5, 8, 40, 48])
     for rank in range(ranks):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import seqpar
 from seqpar import Mask
@@ -363,6 +363,27 @@ def fused_by_torch() -> None:
 
 def reentrant_checkpoint() -> None:
     Checkpointed(use_reentrant=True)(torch.randn(1, 8, 16, requires_grad=True))
+
+
+def test_blocks_of_two_threads_end_in_any_order() -> None:
+    """The block that began last still refuses reentrant checkpointing, and the original is back after it."""
+    before, began, ended = vars(CheckpointFunction)["forward"], threading.Event(), threading.Event()
+
+    def first() -> None:
+        with suppress(ValueError), seqpar.replace_sdpa(seqpar.Sharding(8)):
+            began.set()
+            ended.wait(20)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    began.wait(20)
+    with seqpar.replace_sdpa(seqpar.Sharding(8)):
+        ended.set()
+        thread.join(20)
+        with pytest.raises(ValueError, match="use_reentrant=False"):
+            reentrant_checkpoint()
+        Attention()(torch.randn(1, 8, 16))
+    assert vars(CheckpointFunction)["forward"] is before
 
 
 def reentrant_with_gradients() -> None:
