@@ -13,6 +13,9 @@ import ctypes
 import faulthandler
 import gc
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -33,6 +36,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
+from seqpar.base.replaced import replaced
 from seqpar.comm.shared_memory import VARIABLE, _transports
 
 WORLDS = (1, 2, 3, 4, 8)
@@ -87,6 +91,7 @@ class Pool:
     """
 
     def __init__(self, ranks: int = 8, deadline_s: float = 60.0, worlds: Sequence[int] = WORLDS) -> None:
+        _start_fork_server()
         self.ranks = ranks
         self.worlds = (*(world for world in worlds if world < ranks), ranks)
         self.deadline_s = deadline_s
@@ -145,27 +150,22 @@ class Pool:
             self.close()
 
     def _start(self) -> None:
-        # A fork server imports torch, its compiler and the collected tests once. Each worker is a fork of it, so that
-        # eight workers start in half a second.
+        # Each worker is a fork of the fork server, so that eight workers start in half a second.
         context = multiprocessing.get_context("forkserver")
-        tests = [name for name in sys.modules if name.startswith("tests.")]
-        also = [module for package, module in _ALSO.items() if package in sys.modules]
-        context.set_forkserver_preload(["torch._inductor.compile_fx", *tests, *also])
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), DS_ACCELERATOR="cpu"):
-            for rank in range(self.ranks):
-                here, there = context.Pipe()
-                stack_file = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (see close)
-                process = context.Process(
-                    target=_worker,
-                    args=(rank, self.worlds, self._store.port, there, stack_file.name),
-                    daemon=True,
-                )
-                process.start()
-                there.close()
-                self._processes.append(process)
-                self._pipes.append(here)
-                self._stack_files.append(stack_file)
+        for rank in range(self.ranks):
+            here, there = context.Pipe()
+            stack_file = tempfile.NamedTemporaryFile("w+", prefix=f"rank{rank}-")  # noqa: SIM115 (see close)
+            process = context.Process(
+                target=_worker,
+                args=(rank, self.worlds, self._store.port, there, stack_file.name),
+                daemon=True,
+            )
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._pipes.append(here)
+            self._stack_files.append(stack_file)
         self._collect(self.ranks, _START_DEADLINE_S)
 
     def _collect(self, world: int, deadline_s: float) -> list[Any]:
@@ -213,6 +213,37 @@ class Pool:
         for rank in silent:
             lines.append(f"rank {rank} of {world}: {why}; its stack:\n{self._stack_files[rank].read()}")
         return "\n".join(lines)
+
+
+@cache
+def _start_fork_server() -> None:
+    """Start multiprocessing's fork server as a fork of this process, which has imported the tests.
+
+    A server that is a new Python process would import all of this again, which takes 10 seconds.
+    """
+
+    def fork(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        kept = {0, 1, 2, *descriptors, multiprocessing.resource_tracker.getfd()}
+        for name in os.listdir("/proc/self/fd"):  # above all the pipe that tells the server when this process ends
+            if int(name) not in kept:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        try:
+            exec(arguments[-1])
+        finally:
+            os._exit(0)
+
+    also = [module for package, module in _ALSO.items() if package in sys.modules]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx", *also])
+    multiprocessing.resource_tracker.ensure_running()
+    spawn = fork if sys.platform == "linux" else multiprocessing.util.spawnv_passfds
+    with (
+        _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), DS_ACCELERATOR="cpu"),
+        replaced(multiprocessing.util, spawnv_passfds=spawn),
+    ):
+        multiprocessing.forkserver.ensure_running()
 
 
 class OwnPool:
