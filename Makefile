@@ -1,4 +1,4 @@
-# make demo | test | test-fast | gate | compat | families | lint | docs | scale | format | bench | peers | clean
+# make demo | test | test-thorough | test-fast | gate | compat | families | lint | docs | scale | format | bench | peers | clean
 #
 # The first target that runs creates .venv and installs everything, in about a minute.
 
@@ -27,20 +27,24 @@ IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Many processes import the tests: with bytecode, only the first one compiles them.
 PYTEST = PYTHONDONTWRITEBYTECODE= timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test test-fast gate compat families lint docs scale format bench peers clean
+.PHONY: demo test test-thorough test-fast gate compat families lint docs scale format bench peers clean
 
 # Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
 	$(BIN)/seqpar demo
 
-# Every test, in three processes (pytest-xdist), also on two cores: ranks wait for one another much of the time. Files in
-# conftest.py's order. About 12 minutes on two cores, with the installation.
+# In three processes (pytest-xdist), also on two cores: ranks wait for one another much of the time. Files in
+# conftest.py's order. About six minutes on two cores.
 test: $(READY)
-	$(PYTEST) $(IN_THREE) $(PYTEST_ARGS)
+	$(PYTEST) $(IN_THREE) -m "not thorough" $(PYTEST_ARGS)
+
+# Further sizes, models and engines of the same tests (tests/thorough.txt). About as long again.
+test-thorough: $(READY)
+	$(PYTEST) $(IN_THREE) -m thorough $(PYTEST_ARGS)
 
 # The tests to run while writing code: everything that is not marked slow, and nothing that imports transformers.
 test-fast: $(READY)
-	$(PYTEST) $(IN_THREE) -m "not slow" --ignore=tests/hf --ignore=tests/docs/test_examples.py $(PYTEST_ARGS)
+	$(PYTEST) $(IN_THREE) -m "not slow and not thorough" --ignore=tests/hf --ignore=tests/docs/test_examples.py $(PYTEST_ARGS)
 
 # Compile every configuration of the Triton kernels for seven GPU architectures, and check registers, memory and matrix
 # instructions. Needs no GPU; takes about 16 minutes of one core. `make test` compiles a few of them.

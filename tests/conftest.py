@@ -6,6 +6,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ settings.load_profile("seqpar")
 torch.set_num_threads(1)
 
 _CASES_RAN = pytest.StashKey[int]()
+_THOROUGH = Path(__file__).with_name("thorough.txt")
 # A test that takes longer than this, alone on one core, is marked slow.
 _SLOW_S = 8.0
 
@@ -33,10 +35,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run files with slow tests first, so that no process starts one when the other processes are done.
+    """Mark the tests of ``thorough.txt``. Run files with slow tests first, so that the processes end at the same time.
 
     With ``--case``, deselect the tests that do not run cases.
     """
+    lines = [line for line in _THOROUGH.read_text().splitlines() if line and not line.startswith("#")]
+    ids = {item: item.nodeid.removeprefix("tests/") for item in items}
+    for item, name in ids.items():
+        if name.startswith(tuple(lines)):
+            item.add_marker("thorough")
+    files = {name.partition("::")[0] for name in ids.values()}
+    if not any("::" in argument for argument in config.args):
+        for line in lines:
+            if line.partition("::")[0] in files and not any(name.startswith(line) for name in ids.values()):
+                raise pytest.UsageError(f"{_THOROUGH}: no test begins with {line!r}")
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--case") is None:

@@ -225,10 +225,11 @@ def _start_fork_server() -> None:
     def fork(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         if pid := os.fork():
             return pid
-        kept = {0, 1, 2, *descriptors, multiprocessing.resource_tracker.getfd()}
-        for name in os.listdir("/proc/self/fd"):  # above all the pipe that tells the server when this process ends
-            if int(name) not in kept:
-                with contextlib.suppress(OSError):
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+        links = {descriptor: os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in descriptors}
+        for name in os.listdir("/proc/self/fd"):  # the server ends when the last copy of its pipe's other end is closed
+            with contextlib.suppress(OSError):
+                if int(name) not in links and os.readlink(f"/proc/self/fd/{name}") in links.values():
                     os.close(int(name))
         try:
             exec(arguments[-1])
