@@ -44,7 +44,7 @@ _START_DEADLINE_S = 120.0
 # After a rank has failed, the other ranks have so many seconds to report, because the cause may be an error on one of
 # them.
 _GRACE_S = 3.0
-_MOST_GROUPS = 24
+_MOST_GROUPS = 12
 # What many tests import on the ranks, by a module that their files import.
 _ALSO = {
     "seqpar.hf": "seqpar.hf",
@@ -225,6 +225,7 @@ def _start_fork_server() -> None:
     def fork(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
         if pid := os.fork():
             return pid
+        multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]  # its lock is held, and this is no client
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
         links = {descriptor: os.readlink(f"/proc/self/fd/{descriptor}") for descriptor in descriptors}
         for name in os.listdir("/proc/self/fd"):  # the server ends when the last copy of its pipe's other end is closed
