@@ -41,7 +41,7 @@ from seqpar.placement import balanced
 from ..pool import Pool, on_ranks
 from .random_rows import draw, loader_of
 from .test_data import may_have_children
-from .workers import VOCAB, make_batch, tiny
+from .workers import HYBRIDS, VOCAB, make_batch, tiny
 
 pytestmark = pytest.mark.slow
 LOSS = 1e-4
@@ -269,6 +269,8 @@ def test_trainer(
         (2, {"cp_size": 2, "layout": "balanced"}, "mistral", True),
         (4, {"cp_size": -1, "layout": "striped"}, "mistral", True),
         (4, {"cp_size": -1, "strategy": "context_parallel"}, "gpt_oss", True),
+        (2, {"cp_size": 2}, "qwen3_5", False),
+        (4, {"cp_size": 2}, "qwen3_5", True),
     ],
 )
 def test_sft_trainer(
@@ -279,9 +281,10 @@ def test_sft_trainer(
     if not hasattr(utilities, "add_fused_lm_head"):
         config = {**config, "outputs": "full"}
     dp = 1 if config["cp_size"] == -1 else world // config["cp_size"]
-    # As in test_trainer, one process keeps gpt-oss's packed documents apart with this package only.
+    # As in test_trainer, one process keeps packed documents of some models apart with this package only.
     own = {**config, "cp_size": 1}
-    expected = alone("sft", str(tmp_path), kind, 2, packing, config=own if kind == "gpt_oss" and packing else None)
+    with_own = packing and (kind == "gpt_oss" or kind in HYBRIDS)
+    expected = alone("sft", str(tmp_path), kind, 2, packing, config=own if with_own else None)
     if world == 1:
         ours = [alone("sft", str(tmp_path), kind, 2, packing, config=own)]
     else:

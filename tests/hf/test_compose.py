@@ -30,6 +30,7 @@ import seqpar.hf
 from ..pool import Pool, mesh_of, on_ranks
 from .workers import (
     GRADIENT,
+    HYBRIDS,
     LOSS,
     Result,
     Rows,
@@ -93,11 +94,14 @@ def wrapped(
         ("fsdp", "llama", False),
         ("fsdp", "llama", True),
         ("fsdp then parallelize", "llama", None),
+        ("fsdp", "qwen3_5", True),
+        ("ddp", "qwen3_5", False),
     ],
 )
 def test_wrappers_over_all_ranks(four: Pool, wrapper: str, kind: str, reentrant: bool | None) -> None:
     """The wrapper reduces the gradients of two data-parallel ranks and two ranks of a sequence."""
-    batches = [make_batch("packed", seed=3), make_batch("packed" if "moe" in kind else "right", seed=4)]
+    first = "plain" if kind in HYBRIDS else "packed"
+    batches = [make_batch(first, seed=3), make_batch("packed" if "moe" in kind else "right", seed=4)]
     four.run(4, wrapped, wrapper, kind, reentrant, batches, mean_over_labels(kind, batches))
 
 
@@ -268,9 +272,9 @@ def test_activation_checkpointing(pool: Pool, kind: str, reentrant: bool) -> Non
     pool.run(2, checkpointed, kind, reentrant, batches, *mean_of(kind, batches))
 
 
-def adapted(targets: list[str], group: ProcessGroup | None = None, before: bool = False) -> Any:
+def adapted(kind: str, targets: list[str], group: ProcessGroup | None = None, before: bool = False) -> Any:
     """A model with LoRA, which is parallelized ``before`` or after it gets its adapters."""
-    peft, model = pytest.importorskip("peft"), tiny("qwen3")
+    peft, model = pytest.importorskip("peft"), tiny(kind)
     if group is not None and before:
         seqpar.hf.parallelize(model, group=group, strategy="ulysses")
     torch.manual_seed(7)
@@ -280,16 +284,24 @@ def adapted(targets: list[str], group: ProcessGroup | None = None, before: bool 
 
 
 @on_ranks
-def with_lora(group: ProcessGroup, targets: list[str], before: bool, expected: Result) -> None:
-    local = seqpar.hf.shard_batch(make_batch("packed"), group=group)
-    check_step(group, adapted(targets, group, before), local, expected)
+def with_lora(group: ProcessGroup, kind: str, targets: list[str], before: bool, batch: Batch, expected: Result) -> None:
+    local = seqpar.hf.shard_batch(batch, group=group)
+    check_step(group, adapted(kind, targets, group, before), local, expected)
 
 
 @pytest.mark.parametrize(
-    ("targets", "before"), [(["q_proj", "v_proj"], False), (["q_proj", "v_proj"], True), (["o_proj", "lm_head"], True)]
+    ("kind", "targets", "before"),
+    [
+        ("qwen3", ["q_proj", "v_proj"], False),
+        ("qwen3", ["q_proj", "v_proj"], True),
+        ("qwen3", ["o_proj", "lm_head"], True),
+        ("qwen3_5", ["in_proj_qkv", "out_proj", "q_proj"], False),
+        ("qwen3_5", ["in_proj_qkv", "out_proj", "q_proj"], True),
+    ],
 )
-def test_lora(pool: Pool, targets: list[str], before: bool) -> None:
-    pool.run(2, with_lora, targets, before, trained(adapted(targets), make_batch("packed"), use_cache=False))
+def test_lora(pool: Pool, kind: str, targets: list[str], before: bool) -> None:
+    batch = make_batch("plain" if kind in HYBRIDS else "packed")
+    pool.run(2, with_lora, kind, targets, before, batch, trained(adapted(kind, targets), batch, use_cache=False))
 
 
 @on_ranks

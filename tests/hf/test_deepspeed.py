@@ -84,9 +84,11 @@ def train(
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_weights_equal_one_process(pools: dict[int, Pool], zero: int) -> None:
     memory = seqpar.Memory(tiled_mlp=16, head_groups=1 if zero == 3 else 2)
-    for kind, dp, options in (("llama", 2, {"memory": memory}), ("gemma2", 1, {"loss_chunk": 5})):
+    # The weights of qwen3_5 after these steps of one process in float32 differ by 9e-5 from the weights in float64.
+    within = {"llama": 1e-5, "gemma2": 1e-5, "qwen3_5": 9e-5}
+    for kind, dp, options in (("llama", 2, {"memory": memory}), ("gemma2", 1, {"loss_chunk": 5}), ("qwen3_5", 1, {})):
         differences = pools[2 * dp].run(2 * dp, train, kind, zero, dp, options, train_one_process(kind, dp))
-        assert max(differences) < 1e-5, (kind, differences)
+        assert max(differences) < within[kind], (kind, differences)
 
 
 @on_ranks

@@ -138,7 +138,7 @@ CASES = {
         ("reward", "llama", 2),
         ("grpo", "mistral", 2),
     ],
-    4: [("dpo lora", "gemma3", 2)],
+    4: [("dpo lora", "gemma3", 2), ("grpo", "qwen3_5", 2)],
 }
 
 
@@ -157,7 +157,7 @@ def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], fold
 
 @pytest.mark.parametrize("world", CASES)
 def test_trainers(own: OwnPool, tmp_path: Path, world: int) -> None:
-    for kind in ("llama", "mistral"):
+    for kind in ("llama", "mistral", "qwen3_5"):
         tiny(kind).save_pretrained(tmp_path / kind)
     by_rank = own.pool.run(world, logs, own.port, CASES[world], str(tmp_path), deadline_s=240.0)
     for found in by_rank:

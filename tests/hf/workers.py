@@ -83,6 +83,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("Bert", {**_WITHOUT_GROUPS, **_NO_DROPOUT, "num_labels": VOCAB}),
     "bert_tokens": ("Bert", {**_WITHOUT_GROUPS, **_NO_DROPOUT, "num_labels": VOCAB}),
 }  # fmt: skip
+# Of models that are not tried like the others, because transformers lets packed documents see one another in them.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": (  # the delta rule in the first layer
+        "Qwen3_5Text",
+        {**_SMALL, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8,
+         "linear_value_head_dim": 6, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    ),
+}  # fmt: skip
 # One model for each mechanism: a plain decoder, window and softcap, sinks, latents, a router, an encoder with a window.
 MECHANISMS = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "modernbert")
 IN_PLACE = ("modernbert", "bert", "bert_tokens")  # models that predict each token itself: their labels are not shifted
@@ -126,7 +134,7 @@ def tiny(kind: str, attention: str = "eager", seed: int = 0, auto: Any = None, *
         auto: the Auto class that makes the model; by default the one for a language model.
         changes: attributes of the config to set.
     """
-    name, arguments = CONFIGS[kind]
+    name, arguments = {**CONFIGS, **HYBRIDS}[kind]
     config = getattr(transformers, f"{name}Config")(**arguments)
     for name, value in changes.items():
         setattr(config, name, value)
