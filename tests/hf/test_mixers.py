@@ -1,4 +1,5 @@
-"""Models with linear attention, state-space layers and short convolutions: the loss and gradients of one process."""
+"""The loss and gradients of one process, in models with linear attention, state-space layers, short convolutions, or
+attention to keys that an indexer chooses."""
 
 from __future__ import annotations
 
@@ -42,9 +43,17 @@ MODELS = {
     "lfm3": "Lfm3ForCausalLM",
     "lara_mini": "LaraMiniForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "axk2": "AXK2ForCausalLM",
+    "dots3_note": "Dots3NoteForCausalLM",
+    "hy_v4": "HYV4ForCausalLM",
+    "hy_v4_vl, image-text": "HYV4VLForConditionalGeneration",
+    "mistral_large4, image-text": "MistralLarge4ForConditionalGeneration",
 }
-# One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba.
-KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba")
+# One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba; indexers,
+# with a layer that reuses the indices of another.
+KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba", "glm_moe_dsa")
 TOLERANCE = 2e-5
 
 
