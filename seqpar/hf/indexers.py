@@ -53,20 +53,15 @@ def has_indexer(layer: nn.Module) -> bool:
     return isinstance(getattr(layer, "indexer", None), nn.Module) and has_expansion(layer)
 
 
-class _Rows:
-    """What an indexer gets instead of the attention mask, of which layers take a part by an index."""
-
-    def __getitem__(self, index: Any) -> _Rows:
-        return self
-
-
 @dataclass(frozen=True, eq=False)
-class IndexedMask(_Rows):
-    """The attention mask of a layer with an indexer, in a forward on a sharded sequence."""
+class IndexedMask:
+    """What a layer with an indexer gets as its attention mask, and the indexer too. In the trial run it is empty."""
 
-    shard: BatchShard
-    sharding: Sharding
-    mask: Mask
+    shard: BatchShard | None = None
+    mask: Mask | None = None  # of the layer
+
+    def __getitem__(self, index: Any) -> IndexedMask:
+        return self
 
 
 class _KeysFoundError(Exception):
@@ -95,7 +90,7 @@ def _run(
     """
 
     def part(x: Any) -> Any:
-        if isinstance(x, _Rows):
+        if isinstance(x, IndexedMask):
             return mask
         if not isinstance(x, Tensor):
             return x
@@ -138,8 +133,7 @@ def _before(patch: Patch, mask_of: MaskOf) -> Callable[..., Any]:
             return None
         if shard.sharding is None:
             patch.place(shard)
-        assert shard.sharding is not None
-        return args, {**kwargs, "attention_mask": IndexedMask(shard, shard.sharding, mask_of(layer, shard))}
+        return args, {**kwargs, "attention_mask": IndexedMask(shard, mask_of(layer, shard))}
 
     return before
 
@@ -153,25 +147,26 @@ def _choose(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of an indexer: int32 ``[b, s, k]``, indices of the full sequence, and -1 in rows with fewer keys."""
     chooses[0] = True
     try:
-        rows = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, IndexedMask)), None)
-        if rows is None:
+        given = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, IndexedMask)), None)
+        if given is None:
             return type(indexer).forward(indexer, *args, **kwargs)  # type: ignore[no-any-return]
+        assert given.shard is not None and given.shard.sharding is not None and given.mask is not None
         with torch.no_grad():
-            return _choose_globally(indexer, (args, kwargs), rows)
+            return _choose_globally(indexer, (args, kwargs), given.shard.mask, given.mask, given.shard.sharding)
     finally:
         chooses[0] = False
 
 
-def _choose_globally(indexer: nn.Module, call: Any, rows: IndexedMask) -> Tensor:
-    sharding, positions, hidden = rows.sharding, rows.sharding.positions(), _first_tensor(call)
+def _choose_globally(indexer: nn.Module, call: Any, documents: Mask, mask: Mask, sharding: Sharding) -> Tensor:
+    positions, hidden = sharding.positions(), _first_tensor(call)
     batch, device = hidden.shape[0], hidden.device
-    lo, hi = _intervals(rows.mask, positions, batch, device)
+    lo, hi = _intervals(mask, positions, batch, device)
     # [b, t, d]
     keys = sharding.unshard(torch.cat([_run(indexer, call, i, slice(0, len(positions))) for i in range(batch)]))
     size = max(1, _ELEMENTS // (sharding.seq_len * getattr(indexer, "n_heads", 64)))
     chosen: list[list[Tensor]] = [[] for _ in range(batch)]  # [c, k] each
     for i, of_row in enumerate(chosen):
-        for start, stop, tokens in _by_document(rows.shard.mask, i, positions, sharding.seq_len, size):
+        for start, stop, tokens in _by_document(documents, i, positions, sharding.seq_len, size):
             index = torch.arange(start, stop, device=device)
             visible = (index >= lo[i, tokens, None]) & (index < hi[i, tokens, None])  # [c, keys of the document]
             of_row.append(_run(indexer, call, i, tokens, keys[i : i + 1, start:stop], visible[None])[0] + start)
@@ -262,7 +257,7 @@ def choose_own_tokens(root: nn.Module, check: Callable[[Tensor, nn.Module], None
     for layer in filter(has_indexer, root.modules()):
         vars(layer.indexer)["forward"] = MethodType(choose, layer.indexer)
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs: (args, {**kwargs, "attention_mask": _Rows()}), with_kwargs=True
+            lambda _, args, kwargs: (args, {**kwargs, "attention_mask": IndexedMask()}), with_kwargs=True
         )
 
 
