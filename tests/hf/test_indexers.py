@@ -1,0 +1,227 @@
+"""Latent attention to keys that an indexer chooses: what is sent, every path, and what is refused.
+
+``test_mixers.py`` compares every such model with one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+import seqpar
+import seqpar.hf
+from seqpar.hf import indexers
+
+from ..pool import Pool, on_ranks
+from .families import Family, make_batch, tiny
+from .test_mixers import MODELS, TOLERANCE, Case, check, gradients
+
+GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
+INDEX, LATENT = 16, 16 + 8  # index_head_dim; kv_lora_rank and qk_rope_head_dim
+LAYERS, INDEXERS = 3, 2  # of the tiny GLM: the second layer reuses the indices of the first
+
+
+def model_of(name: str, **changes: Any) -> Any:
+    return tiny(Family("causal", name, MODELS[name], {name: changes} if changes else {}))
+
+
+def test_layouts(pool: Pool) -> None:
+    """Balanced shards of packed documents; all keys chosen; and documents on one rank."""
+    check(pool, 3, [Case(DEEPSEEK, "packed", layout="balanced"), Case(GLM, "right", "context_parallel")])
+    check(pool, 1, [Case(GLM, "packed"), Case(GLM, "left")])
+
+
+EDGES = [[0, 5, 24, 45], [0, 31, 45]]  # of the documents of two rows
+
+
+def two_rows(model: Any) -> dict[str, Tensor]:
+    batch = {name: x.repeat(1, 2)[:, :45] for name, x in make_batch("plain", True, model).items()}
+    batch["input_ids"][1] = batch["input_ids"][1].flip(0)
+    ids = [torch.cat([torch.arange(b - a) for a, b in pairwise(edges)]) for edges in EDGES]
+    return {**batch, "position_ids": torch.stack(ids)}
+
+
+def expected_of_two_rows() -> tuple[float, Tensor]:
+    """The loss and gradients of one process, each document by itself. No label is predicted across documents."""
+    model = model_of(GLM)
+    batch, total = two_rows(model), torch.zeros(())
+    documents = [(row, a, b) for row, edges in enumerate(EDGES) for a, b in pairwise(edges)]
+    labels = [batch["labels"][row : row + 1, a + 1 : b] for row, a, b in documents]
+    count = sum(int((x != -100).sum()) for x in labels)
+    for (row, a, b), target in zip(documents, labels, strict=True):
+        logits = model(batch["input_ids"][row : row + 1, a:b]).logits[:, :-1]
+        total = total + F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum") / count
+    total.backward()
+    return float(total.detach()), gradients(model)
+
+
+@on_ranks
+def few_rows(group: ProcessGroup, expected: tuple[float, Tensor]) -> tuple[float, float, bool]:
+    """The errors of a copy with a few rows at a time, and whether ``restore`` undoes everything."""
+    model, elements = model_of(GLM), indexers._ELEMENTS
+    batch = two_rows(model)
+    for row, edges in zip(batch["labels"], EDGES, strict=True):
+        row[edges[:-1]] = -100
+    seqpar.hf.parallelize(model, group=group, layout="striped")
+    ours = copy.deepcopy(model)
+    indexers._ELEMENTS = 2000
+    try:
+        loss = ours(**batch).loss
+        loss.backward()
+    finally:
+        indexers._ELEMENTS = elements
+    seqpar.sync_gradients(ours, group=group)
+    distance = float((gradients(ours) - expected[1]).norm() / expected[1].norm())
+    seqpar.hf.restore(model)
+    restored = not any("forward" in vars(m) or m._forward_pre_hooks for m in model.model.layers.modules())
+    return abs(float(loss.detach()) - expected[0]) / expected[0], distance, restored
+
+
+def test_few_rows_at_a_time(pool: Pool) -> None:
+    """Two batch rows with different documents."""
+    for loss, grads, restored in pool.run(2, few_rows, expected_of_two_rows()):
+        assert loss < TOLERANCE and grads < TOLERANCE and restored
+
+
+@on_ranks
+def sent(group: ProcessGroup, strategy: str) -> tuple[int, int]:
+    """Bytes that this rank sends in the forward and in the backward of a base model."""
+    model = model_of(GLM).model
+    seqpar.hf.parallelize(model, group=group, strategy=strategy, outputs="local")
+    ids = torch.arange(10, 10 + 2 * 46).view(2, 46) % 80 + 10
+    with seqpar.trace() as forward:
+        out = model(ids).last_hidden_state
+    with seqpar.trace() as backward:
+        out.sum().backward()
+    return forward.bytes_sent, backward.bytes_sent
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_bytes(pool: Pool, strategy: str) -> None:
+    """Index keys once a full layer, latents once a layer, and in backward latents in float32."""
+    rows, peers = 2 * 16, 2  # zigzag over 3 ranks: 15 or 16 of 46 tokens; all send as many as the longest shard
+    forward = (INDEXERS * INDEX + LAYERS * LATENT) * rows * peers * 4
+    backward = LAYERS * LATENT * rows * peers * 4
+    for found in pool.run(3, sent, strategy):
+        assert found == (forward, backward)
+
+
+@on_ranks
+def verified(group: ProcessGroup, fault: bool) -> str:
+    """What ``verify`` says, if the indices are right or count the tokens of a rank."""
+    model = model_of(GLM)
+    batch = make_batch("packed", True, model)
+    seqpar.hf.parallelize(model, group=group)
+    choose = indexers._choose_globally
+    try:
+        if fault:
+            indexers._choose_globally = lambda *args: choose(*args) // group.size()
+        report = seqpar.hf.verify(model, batch, raise_on_error=False)
+    finally:
+        indexers._choose_globally = choose
+    return "" if report.ok else str(report)
+
+
+def test_verify(pool: Pool) -> None:
+    assert pool.run(2, verified, False) == ["", ""]
+    assert all("layers.0.self_attn" in text and "attention" in text for text in pool.run(2, verified, True))
+
+
+class Pools(nn.Module):
+    """An indexer that scores the mean of each two keys."""
+
+    def __init__(self, indexer: Any) -> None:
+        super().__init__()
+        self.inner = indexer
+
+    def forward(
+        self, hidden_states: Any, q_resid: Any, positions: Any, attention_mask: Any, ids: Any, cache: Any
+    ) -> Any:
+        class Mean:
+            def update_indexer(self, keys: Any, layer: int) -> Any:
+                keys = cache.update_indexer(keys, layer)
+                return (keys + keys.roll(1, 1)) / 2
+
+        return self.inner(hidden_states, q_resid, positions, attention_mask, ids, cache=Mean())
+
+
+class Convolves(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x + x.roll(1, 1)
+
+
+@on_ranks
+def errors_of(group: ProcessGroup) -> dict[str, str]:
+    """The message of everything that is refused."""
+    found: dict[str, str] = {}
+
+    def error(name: str, call: Any) -> None:
+        with pytest.raises(ValueError, match=": ") as caught:
+            call()
+        found[name] = str(caught.value)
+
+    for change in (Pools, Convolves):
+        model = model_of(DEEPSEEK)
+        attention = model.model.layers[0].self_attn
+        if change is Pools:
+            attention.indexer = Pools(attention.indexer)
+        else:
+            attention.indexer.k_norm = nn.Sequential(attention.indexer.k_norm, Convolves())
+        error(change.__name__, lambda model=model: seqpar.hf.parallelize(model, group=group))
+    model = model_of(DEEPSEEK)
+    batch = make_batch("plain", True, model)
+    seqpar.hf.parallelize(model, group=group)
+    error("generate", lambda: model.eval().generate(batch["input_ids"], max_new_tokens=1))
+    error("half", lambda: seqpar.hf.verify(copy.deepcopy(model).bfloat16(), batch))
+    model.model.layers[0].self_attn.kv_b_proj.__class__ = type("Lora", (nn.Linear,), {})
+    error("lora", lambda: model(**batch))
+    for options in ({"deterministic": True}, {"alibi_slopes": [0.5] * 4}):
+        model = seqpar.hf.parallelize(model_of(DEEPSEEK), group=group, **options)
+        error(*options, lambda model=model: model(**batch))
+    model = seqpar.hf.parallelize(model_of(DEEPSEEK, attention_dropout=0.5), group=group)
+    error("dropout", lambda: model.train()(**batch))
+    return found
+
+
+def test_refused(pool: Pool) -> None:
+    found = pool.run(2, errors_of)[0]
+    reasons = {
+        "Pools": "self_attn.indexer.inner' (DeepseekV32Indexer) chooses keys in a way",
+        "Convolves": "self_attn.indexer' (DeepseekV32Indexer) mixes tokens",
+        "generate": "DeepseekV32ForCausalLM has indexers with keys of their own",
+        "half": "verify it in float32",
+        "lora": "layer 0 (DeepseekV32Attention): it attends to chosen keys",
+        "deterministic": "deterministic=True: layer 0 (DeepseekV32Attention)",
+        "alibi_slopes": "alibi_slopes=",
+        "dropout": "dropout=0.5: layer 0",
+    }
+    for name, reason in reasons.items():
+        assert reason in found[name], found[name]
+
+
+@on_ranks
+def refused(group: ProcessGroup, kind: str, name: str) -> str:
+    with pytest.raises(ValueError, match=f"model={name}: ") as error:
+        seqpar.hf.parallelize(tiny(Family(kind, name, name)), group=group)
+    return str(error.value)
+
+
+def test_refused_models(pool: Pool) -> None:
+    """Indexers that pool keys over runs of tokens."""
+    reasons = {
+        ("causal", "Qwen4ExpForCausalLM"): "layer 1 is of type 'indexed_attention', and its indexer does not",
+        ("causal", "DeepseekV4ForCausalLM"): "layer 0 is of type 'heavily_compressed_attention'",
+        ("image-text", "Glm5NextForConditionalGeneration"): "Glm5NextTextIndexer) chooses keys in a way that is not",
+    }
+    for family, reason in reasons.items():
+        assert reason in pool.run(1, refused, *family)[0]
