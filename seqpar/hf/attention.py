@@ -36,7 +36,7 @@ from ..sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
 from ..strategies.attend import attend
 from .batch import BatchShard
 from .generate import decode
-from .indexers import IndexedMask, attend_to_chosen, check_options
+from .indexers import IndexedMask, attend_to_chosen
 from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
 from .state import DecodeShard, Forward, Patch, Settings, current_forward, shards_text_model
 from .support import text_model
@@ -102,14 +102,11 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weight, shared_key = None, key
     if indices is not None:
-        settings = patch.settings
-        check_options(
-            name, dropout=dropout, softcap=softcap, alibi_slopes=settings.alibi_slopes,
-            deterministic=settings.deterministic,
-        )  # fmt: skip
-        query, key, value = _same_dtype(query, key, value)
-        of_layer = layer_mask(mask, *in_layer)
-        return attend_to_chosen(module, query, key, value, indices, s_aux, of_layer, seqpar, scale), None
+        options = {"dropout": dropout, "softcap": softcap}
+        options |= {key: getattr(patch.settings, key) for key in ("alibi_slopes", "deterministic")}
+        q, latents, rotated = _same_dtype(query, key, value)
+        of_layer = mask, in_layer
+        return attend_to_chosen(module, q, latents, rotated, indices, s_aux, of_layer, seqpar, scale, options), None
     if has_latent_kv(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1:
             weight = latent_weight(module, query.shape[1], key, patch.ulysses_ranks)

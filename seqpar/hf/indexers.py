@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..base.checks import no_compile
 from ..comm.collectives import sum_shards
 from ..comm.waiting import operation
-from ..masks.mask import Mask
+from ..masks.mask import LayerMask, Mask, layer_mask
 from ..placement.layout import TokenLayout
 from ..sharding.sharding import Sharding
 from ..sharding.shards import local_shard
@@ -248,8 +248,8 @@ def choose_own_tokens(root: nn.Module, check: Callable[[Tensor, nn.Module], None
             _check_scores(indexer, call, tokens, keys.shape[2])
         except Exception as error:
             raise UnsupportedIndexerError(
-                f"chooses keys in a way that is not supported: only indexers that choose the keys with the highest "
-                f"scores, each of one key alone, can be sharded, none that pool keys ({type(error).__name__}: {error})"
+                "does not choose the keys with the highest scores, where a score is of one token and one key, but in "
+                "another way, such as by keys pooled over runs of tokens; such an indexer cannot be sharded"
             ) from error
         check(keys, indexer)
         return own_token(batch, tokens)
@@ -277,6 +277,7 @@ def check_indices(layer: nn.Module, indices: Tensor | None, tokens: int) -> None
         raise UnsupportedIndexerError("attends to other keys than those that an indexer has chosen")
 
 
+@no_compile
 def attend_to_chosen(
     layer: nn.Module,
     q: Tensor,  # [b, h, s, d]
@@ -284,34 +285,32 @@ def attend_to_chosen(
     rotated: Tensor,  # [b, 1, s, w - r]
     indices: Tensor,  # [b, s, k], of the full sequence; -1 for none
     sinks: Tensor | None,  # [h]
-    mask: Mask,
-    shard: Any,  # a BatchShard, because a decoding step is refused
+    mask: tuple[Mask, LayerMask],
+    shard: Any,  # a BatchShard, because generation is refused
     scale: float,
+    options: dict[str, Any],
 ) -> Tensor:
-    """Attention of each token to the keys that were chosen for it: ``[b, s, h, e]``."""
+    """Attention of each token to the keys that were chosen for it: ``[b, s, h, e]``. ``options`` must be unset."""
+    name = f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__})"
+    for option, value in options.items():
+        if value:
+            raise ValueError(
+                f"{option}={value}: {name} attends to keys that an indexer chooses, which is computed without; leave "
+                f"{option} out, or set it to 0"
+            )
     weight, sharding = plain_weight(layer, q.shape[1], latents), shard.sharding
     if weight is None:
         raise ValueError(
-            f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__}): it attends to chosen keys, whose "
-            "latents are expanded by the weight of kv_b_proj, which must be a linear layer without bias, adapter or "
-            "quantization, not sharded; leave kv_b_proj out of LoRA's target_modules"
+            f"{name}: it attends to chosen keys, whose latents are expanded by the weight of kv_b_proj, which must be "
+            "a linear layer without bias, adapter or quantization, not sharded; leave kv_b_proj out of LoRA's "
+            "target_modules"
         )
-    assert sharding is not None
-    lo, hi = _intervals(mask, sharding.positions(), len(q), q.device)
+    lo, hi = _intervals(layer_mask(mask[0], *mask[1]), sharding.positions(), len(q), q.device)
     kv = torch.cat([latents, rotated], -1)[:, 0]  # [b, s, w]
     out: Tensor = _Attend.apply(
         q.transpose(1, 2), kv, weight.to(q.dtype), sinks, indices, lo, hi, scale, shard.tokens, sharding
     )
     return out
-
-
-def check_options(name: str, **options: Any) -> None:
-    for option, value in options.items():
-        if value:
-            raise ValueError(
-                f"{option}={value}: {name} attends to keys that an indexer chooses, which is computed without; leave "
-                "it out"
-            )
 
 
 def _attend_rows(

@@ -143,9 +143,8 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type == "indexed_attention" and layer_type not in supported:
             yield (
-                f"layer {i} is of type 'indexed_attention', and its indexer does not choose among latents "
-                "(qk_nope_head_dim, kv_b_proj, expand_kv), but among other keys, such as keys pooled over runs of "
-                "tokens, which cross the borders of what a rank holds; train it without seqpar"
+                f"layer {i} is of type 'indexed_attention', and its indexer does not choose latents, but in another "
+                "way, such as by keys pooled over runs of tokens; such an indexer cannot be sharded"
             )
         if layer_type not in supported:
             names = ", ".join(supported)

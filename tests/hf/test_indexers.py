@@ -23,7 +23,7 @@ import seqpar.hf
 from seqpar.hf import indexers
 
 from ..pool import Pool, on_ranks
-from .families import Family, make_batch, tiny
+from .families import Family, make_batch, one_process, tiny
 from .test_mixers import MODELS, TOLERANCE, Case, check, gradients
 
 GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
@@ -36,9 +36,25 @@ def model_of(name: str, **changes: Any) -> Any:
 
 
 def test_layouts(pool: Pool) -> None:
-    """Balanced shards of packed documents; all keys chosen; and documents on one rank."""
+    """Balanced shards of packed documents, padding on the right, and one rank."""
     check(pool, 3, [Case(DEEPSEEK, "packed", layout="balanced"), Case(GLM, "right", "context_parallel")])
-    check(pool, 1, [Case(GLM, "packed"), Case(GLM, "left")])
+    check(pool, 1, [Case(GLM, "packed")])
+
+
+@on_ranks
+def all_keys(group: ProcessGroup, topk: int) -> float:
+    model = seqpar.hf.parallelize(model_of(DEEPSEEK, index_topk=topk, index_n_heads=16), group=group)
+    return float(model(**make_batch("plain", True, model)).loss.detach())
+
+
+def test_all_keys_chosen(pool: Pool) -> None:
+    """The attention of a model whose ``index_topk`` is longer than its rows is that of a model without an indexer."""
+    model = model_of(DEEPSEEK, index_topk=64, index_n_heads=16)
+    for layer in model.model.layers:
+        layer.self_attn.indexer = AllKeys()
+    expected = one_process(model, make_batch("plain", True, model), True)
+    for loss in pool.run(2, all_keys, 64):
+        assert abs(loss - expected) / expected < TOLERANCE
 
 
 EDGES = [[0, 5, 24, 45], [0, 31, 45]]  # of the documents of two rows
@@ -117,6 +133,25 @@ def test_bytes(pool: Pool, strategy: str) -> None:
 
 
 @on_ranks
+def each_rank_alone(group: ProcessGroup) -> tuple[float, bool]:
+    """With a batch of its own on each rank: the error of this rank's loss, and whether it generates the same tokens."""
+    model, reference = model_of(GLM), model_of(GLM)
+    batch = make_batch("plain", True, model)
+    batch = {name: x[group.rank() : group.rank() + 1] for name, x in batch.items()}
+    expected = one_process(reference, batch, True)
+    seqpar.hf.parallelize(model, group=group, batches="per_rank")
+    loss = float(model(**batch).loss.detach())
+    ids = batch["input_ids"]
+    ours, theirs = (m.eval().generate(ids, max_new_tokens=4, do_sample=False) for m in (model, reference))
+    return abs(loss - expected) / expected, torch.equal(ours, theirs)
+
+
+def test_each_rank_alone(pool: Pool) -> None:
+    for error, same in pool.run(2, each_rank_alone):
+        assert error < TOLERANCE and same
+
+
+@on_ranks
 def verified(group: ProcessGroup, fault: bool) -> str:
     """What ``verify`` says, if the indices are right or count the tokens of a rank."""
     model = model_of(GLM)
@@ -135,6 +170,11 @@ def verified(group: ProcessGroup, fault: bool) -> str:
 def test_verify(pool: Pool) -> None:
     assert pool.run(2, verified, False) == ["", ""]
     assert all("layers.0.self_attn" in text and "attention" in text for text in pool.run(2, verified, True))
+
+
+class AllKeys(nn.Module):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.arange(x.shape[1], dtype=torch.int32).expand(*x.shape[:2], -1)
 
 
 class Pools(nn.Module):
@@ -182,12 +222,14 @@ def errors_of(group: ProcessGroup) -> dict[str, str]:
     batch = make_batch("plain", True, model)
     seqpar.hf.parallelize(model, group=group)
     error("generate", lambda: model.eval().generate(batch["input_ids"], max_new_tokens=1))
+    ours = model.generate(batch["input_ids"], max_new_tokens=1, use_cache=False)
+    assert torch.equal(ours, model_of(DEEPSEEK).eval().generate(batch["input_ids"], max_new_tokens=1, use_cache=False))
     error("half", lambda: seqpar.hf.verify(copy.deepcopy(model).bfloat16(), batch))
     model.model.layers[0].self_attn.kv_b_proj.__class__ = type("Lora", (nn.Linear,), {})
     error("lora", lambda: model(**batch))
     for options in ({"deterministic": True}, {"alibi_slopes": [0.5] * 4}):
         model = seqpar.hf.parallelize(model_of(DEEPSEEK), group=group, **options)
-        error(*options, lambda model=model: model(**batch))
+        error(next(iter(options)), lambda model=model: model(**batch))
     model = seqpar.hf.parallelize(model_of(DEEPSEEK, attention_dropout=0.5), group=group)
     error("dropout", lambda: model.train()(**batch))
     return found
@@ -196,7 +238,7 @@ def errors_of(group: ProcessGroup) -> dict[str, str]:
 def test_refused(pool: Pool) -> None:
     found = pool.run(2, errors_of)[0]
     reasons = {
-        "Pools": "self_attn.indexer.inner' (DeepseekV32Indexer) chooses keys in a way",
+        "Pools": "self_attn.indexer.inner' (DeepseekV32Indexer) does not choose the keys",
         "Convolves": "self_attn.indexer' (DeepseekV32Indexer) mixes tokens",
         "generate": "DeepseekV32ForCausalLM has indexers with keys of their own",
         "half": "verify it in float32",
@@ -221,7 +263,7 @@ def test_refused_models(pool: Pool) -> None:
     reasons = {
         ("causal", "Qwen4ExpForCausalLM"): "layer 1 is of type 'indexed_attention', and its indexer does not",
         ("causal", "DeepseekV4ForCausalLM"): "layer 0 is of type 'heavily_compressed_attention'",
-        ("image-text", "Glm5NextForConditionalGeneration"): "Glm5NextTextIndexer) chooses keys in a way that is not",
+        ("image-text", "Glm5NextForConditionalGeneration"): "(Glm5NextTextIndexer) does not choose",
     }
     for family, reason in reasons.items():
         assert reason in pool.run(1, refused, *family)[0]

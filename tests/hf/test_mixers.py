@@ -179,7 +179,6 @@ def refused(group: ProcessGroup, name: str) -> str:
 def test_refused_models(pool: Pool) -> None:
     reasons = {
         "MiniMaxForCausalLM": "layer 1 is of type 'linear_attention'",
-        "GlmMoeDsaForCausalLM": "layer 0 is of type 'indexed_attention'",
         "RecurrentGemmaForCausalLM": "layer 0 is of type 'linear_attention'",
         "MambaForCausalLM": "its forward takes no position_ids",
         "Lfm2ForCausalLM": "use_kernels=True",
