@@ -93,7 +93,7 @@ def _mrope(*section: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}}
 
 
-# With few heads, many scores of an indexer are 0, and which of equal scores are chosen is arbitrary.
+# With few heads, many scores of an indexer are 0.
 _INDEXER = {"index_n_heads": 16, "index_topk": 6}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "axk2": _INDEXER,

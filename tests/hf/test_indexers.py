@@ -24,6 +24,7 @@ from seqpar.hf import indexers
 
 from ..pool import Pool, on_ranks
 from .families import Family, make_batch, one_process, tiny
+from .test_generate import Allocations
 from .test_mixers import MODELS, TOLERANCE, Case, check, gradients
 
 GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
@@ -39,6 +40,45 @@ def test_layouts(pool: Pool) -> None:
     """Balanced shards of packed documents, padding on the right, and one rank."""
     check(pool, 3, [Case(DEEPSEEK, "packed", layout="balanced"), Case(GLM, "right", "context_parallel")])
     check(pool, 1, [Case(GLM, "packed")])
+
+
+@on_ranks
+def ties(group: ProcessGroup, expected: tuple[float, Tensor]) -> tuple[float, float]:
+    model = seqpar.hf.parallelize(model_of(DEEPSEEK, index_n_heads=1, index_topk=6), group=group)
+    loss = model(**make_batch("packed", True, model)).loss
+    loss.backward()
+    seqpar.sync_gradients(model, group=group)
+    distance = float((gradients(model) - expected[1]).norm() / expected[1].norm())
+    return abs(float(loss.detach()) - expected[0]) / expected[0], distance
+
+
+def test_equal_scores(pool: Pool) -> None:
+    """With one head many scores are 0. Which of them are chosen depends on the number of keys and their order."""
+    model = model_of(DEEPSEEK, index_n_heads=1, index_topk=6)
+    expected = one_process(model, make_batch("packed", True, model), True)
+    for loss, grads in pool.run(2, ties, (expected, gradients(model))):
+        assert loss < TOLERANCE and grads < TOLERANCE
+
+
+@on_ranks
+def largest_tensor(group: ProcessGroup, tokens: int) -> int:
+    """The bytes of the largest tensor of a forward and backward of the layers."""
+    model, elements = model_of(DEEPSEEK).model, indexers._ELEMENTS
+    seqpar.hf.parallelize(model, group=group, outputs="local")
+    ids = torch.arange(tokens)[None] * 7 % 80 + 10
+    indexers._ELEMENTS = 1 << 16
+    try:
+        with Allocations() as made:
+            model(ids).last_hidden_state.sum().backward()
+    finally:
+        indexers._ELEMENTS = elements
+    return made.largest
+
+
+def test_no_dense_mask(pool: Pool) -> None:
+    tokens = 600
+    for largest in pool.run(2, largest_tensor, tokens):
+        assert largest < tokens // 2 * tokens * 4  # of the scores of one head
 
 
 @on_ranks
