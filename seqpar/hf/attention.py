@@ -102,7 +102,7 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weight, shared_key = None, key
     if indices is not None:
-        options = {"dropout": dropout, "softcap": softcap}
+        options = {"dropout": dropout, "softcap": softcap, "sliding_window": sliding_window}
         options |= {key: getattr(patch.settings, key) for key in ("alibi_slopes", "deterministic")}
         q, latents, rotated = _same_dtype(query, key, value)
         of_layer = mask, in_layer

@@ -97,9 +97,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if patch.has_mixers or patch.has_indexers:
             states = "layers with recurrent states" if patch.has_mixers else "indexers with keys of their own"
             raise ValueError(
-                f"cache: {type(model).__name__} has {states}, which are not kept for a sharded "
-                "prompt yet; generate with batches='per_rank' or after seqpar.hf.restore(model), or pass "
-                "use_cache=False"
+                f"cache: {type(model).__name__} has {states}, which are not kept for a sharded prompt yet; generate "
+                "with batches='per_rank' or after seqpar.hf.restore(model), or pass use_cache=False"
             )
         kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
     else:

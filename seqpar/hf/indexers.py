@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..base.cache import cached_tensors, upload
 from ..base.checks import no_compile
 from ..comm.collectives import sum_shards
 from ..comm.waiting import operation
@@ -160,7 +161,7 @@ def _choose(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 def _choose_globally(indexer: nn.Module, call: Any, documents: Mask, mask: Mask, sharding: Sharding) -> Tensor:
     positions, hidden = sharding.positions(), _first_tensor(call)
     batch, device = hidden.shape[0], hidden.device
-    lo, hi = _intervals(mask, positions, batch, device)
+    lo, hi = _intervals(mask, sharding, batch, device)
     # [b, t, d]
     keys = sharding.unshard(torch.cat([_run(indexer, call, i, slice(0, len(positions))) for i in range(batch)]))
     size = max(1, _ELEMENTS // (sharding.seq_len * getattr(indexer, "n_heads", 64)))
@@ -174,10 +175,15 @@ def _choose_globally(indexer: nn.Module, call: Any, documents: Mask, mask: Mask,
     return torch.stack([torch.cat([F.pad(x, (0, width - x.shape[1]), value=-1) for x in y]) for y in chosen])
 
 
-def _intervals(mask: Mask, positions: Tensor, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _intervals(mask: Mask, sharding: Sharding, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The first and one past the last key of each of this rank's tokens, int64 ``[b, s]`` each."""
-    lo, hi = (torch.atleast_2d(x).expand(batch, -1).to(device) for x in mask.intervals(positions))
-    return lo, hi
+
+    def make() -> tuple[Tensor, Tensor]:
+        lo, hi = (upload(torch.atleast_2d(x), device).expand(batch, -1) for x in mask.intervals(sharding.positions()))
+        return lo, hi
+
+    owner = mask if mask.rules else None
+    return cached_tensors(("chosen keys", id(owner), sharding, batch), device, make, owner)
 
 
 def _by_document(mask: Mask, row: int, positions: Tensor, seq_len: int, size: int) -> Iterator[tuple[int, int, slice]]:
@@ -305,7 +311,7 @@ def attend_to_chosen(
             "a linear layer without bias, adapter or quantization, not sharded; leave kv_b_proj out of LoRA's "
             "target_modules"
         )
-    lo, hi = _intervals(layer_mask(mask[0], *mask[1]), sharding.positions(), len(q), q.device)
+    lo, hi = _intervals(layer_mask(mask[0], *mask[1]), sharding, len(q), q.device)
     kv = torch.cat([latents, rotated], -1)[:, 0]  # [b, s, w]
     out: Tensor = _Attend.apply(
         q.transpose(1, 2), kv, weight.to(q.dtype), sinks, indices, lo, hi, scale, shard.tokens, sharding

@@ -27,6 +27,7 @@ from .families import Family, make_batch, one_process, tiny
 from .test_generate import Allocations
 from .test_mixers import MODELS, TOLERANCE, Case, check, gradients
 
+Expected = tuple[float, Tensor]  # the loss and the gradients of one process
 GLM, DEEPSEEK = "glm_moe_dsa", "deepseek_v32"
 INDEX, LATENT = 16, 16 + 8  # index_head_dim; kv_lora_rank and qk_rope_head_dim
 LAYERS, INDEXERS = 3, 2  # of the tiny GLM: the second layer reuses the indices of the first
@@ -36,20 +37,28 @@ def model_of(name: str, **changes: Any) -> Any:
     return tiny(Family("causal", name, MODELS[name], {name: changes} if changes else {}))
 
 
-def test_layouts(pool: Pool) -> None:
-    """Balanced shards of packed documents, padding on the right, and one rank."""
-    check(pool, 3, [Case(DEEPSEEK, "packed", layout="balanced"), Case(GLM, "right", "context_parallel")])
-    check(pool, 1, [Case(GLM, "packed")])
-
-
-@on_ranks
-def ties(group: ProcessGroup, expected: tuple[float, Tensor]) -> tuple[float, float]:
-    model = seqpar.hf.parallelize(model_of(DEEPSEEK, index_n_heads=1, index_topk=6), group=group)
-    loss = model(**make_batch("packed", True, model)).loss
+def errors(model: Any, batch: dict[str, Tensor], group: ProcessGroup, expected: Expected) -> tuple[float, float]:
+    """The relative errors of the loss, and of all gradients together."""
+    loss = model(**batch).loss
     loss.backward()
     seqpar.sync_gradients(model, group=group)
     distance = float((gradients(model) - expected[1]).norm() / expected[1].norm())
     return abs(float(loss.detach()) - expected[0]) / expected[0], distance
+
+
+def test_layouts(pool: Pool) -> None:
+    """Balanced shards of packed documents, and padding on the right."""
+    check(pool, 3, [Case(DEEPSEEK, "packed", layout="balanced"), Case(GLM, "right", "context_parallel")])
+
+
+def test_one_rank(pool: Pool) -> None:
+    check(pool, 1, [Case(GLM, "packed")])
+
+
+@on_ranks
+def ties(group: ProcessGroup, expected: Expected) -> tuple[float, float]:
+    model = seqpar.hf.parallelize(model_of(DEEPSEEK, index_n_heads=1, index_topk=6), group=group)
+    return errors(model, make_batch("packed", True, model), group, expected)
 
 
 def test_equal_scores(pool: Pool) -> None:
@@ -97,6 +106,38 @@ def test_all_keys_chosen(pool: Pool) -> None:
         assert abs(loss - expected) / expected < TOLERANCE
 
 
+def images(config: Any) -> dict[str, Tensor]:
+    """Two rows with an image of 6 tokens each, made from 4 x 4 patches."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 96, (2, 37), generator=g)
+    ids[0, 5:11] = ids[1, 20:26] = config.image_token_id
+    types = (ids == config.image_token_id).int()
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(types.bool(), -100),
+        "mm_token_type_ids": types,
+        "pixel_values": torch.randn(32, 3 * config.vision_config.patch_size**2, generator=g),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+    }
+
+
+VISION = Case("hy_v4_vl, image-text", "images")
+
+
+@on_ranks
+def with_images(group: ProcessGroup, expected: Expected) -> tuple[float, float]:
+    model = seqpar.hf.parallelize(tiny(VISION.family), group=group)
+    return errors(model, images(model.config), group, expected)
+
+
+def test_images(pool: Pool) -> None:
+    model = tiny(VISION.family)
+    expected = model(**images(model.config), use_cache=False).loss
+    expected.backward()
+    for loss, grads in pool.run(2, with_images, (float(expected.detach()), gradients(model))):
+        assert loss < TOLERANCE and grads < TOLERANCE
+
+
 EDGES = [[0, 5, 24, 45], [0, 31, 45]]  # of the documents of two rows
 
 
@@ -107,7 +148,7 @@ def two_rows(model: Any) -> dict[str, Tensor]:
     return {**batch, "position_ids": torch.stack(ids)}
 
 
-def expected_of_two_rows() -> tuple[float, Tensor]:
+def expected_of_two_rows() -> Expected:
     """The loss and gradients of one process, each document by itself. No label is predicted across documents."""
     model = model_of(GLM)
     batch, total = two_rows(model), torch.zeros(())
@@ -122,7 +163,7 @@ def expected_of_two_rows() -> tuple[float, Tensor]:
 
 
 @on_ranks
-def few_rows(group: ProcessGroup, expected: tuple[float, Tensor]) -> tuple[float, float, bool]:
+def few_rows(group: ProcessGroup, expected: Expected) -> tuple[float, float, bool]:
     """The errors of a copy with a few rows at a time, and whether ``restore`` undoes everything."""
     model, elements = model_of(GLM), indexers._ELEMENTS
     batch = two_rows(model)
@@ -132,15 +173,12 @@ def few_rows(group: ProcessGroup, expected: tuple[float, Tensor]) -> tuple[float
     ours = copy.deepcopy(model)
     indexers._ELEMENTS = 2000
     try:
-        loss = ours(**batch).loss
-        loss.backward()
+        found = errors(ours, batch, group, expected)
     finally:
         indexers._ELEMENTS = elements
-    seqpar.sync_gradients(ours, group=group)
-    distance = float((gradients(ours) - expected[1]).norm() / expected[1].norm())
     seqpar.hf.restore(model)
     restored = not any("forward" in vars(m) or m._forward_pre_hooks for m in model.model.layers.modules())
-    return abs(float(loss.detach()) - expected[0]) / expected[0], distance, restored
+    return *found, restored
 
 
 def test_few_rows_at_a_time(pool: Pool) -> None:
