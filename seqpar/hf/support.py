@@ -25,7 +25,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory.weights import CACHE_ARGUMENTS
-from .indexers import UnsupportedIndexerError, has_indexer
+from .indexer_trial import UnsupportedIndexerError
+from .indexers import has_indexer
 from .mixers import of_mixer_files
 from .state import NAME
 from .trial import Loss, Trial, function_of, run_trial

@@ -38,7 +38,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from ..base.replaced import replaced
-from .indexers import check_indices, choose_own_tokens
+from .indexer_trial import check_indices, choose_own_tokens
 from .key_values import expand, has_latent_kv
 from .mixers import tokenwise_mixers
 from .state import NAME
