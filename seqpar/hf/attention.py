@@ -36,6 +36,7 @@ from ..sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
 from ..strategies.attend import attend
 from .batch import BatchShard
 from .generate import decode
+from .indexers import IndexedMask, attend_to_chosen
 from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
 from .state import DecodeShard, Forward, Patch, Settings, current_forward, shards_text_model
 from .support import text_model
@@ -67,6 +68,7 @@ def attention_forward(
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
     seqpar: BatchShard | DecodeShard | None = None,
+    indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention function: attention of one layer over the sharded sequence.
@@ -83,7 +85,7 @@ def attention_forward(
     if not isinstance(patch, Patch):
         raise ValueError(f"{name}: attn_implementation 'seqpar' is set by seqpar.hf.parallelize(model); call that")
     for argument, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
-        if x is not None:
+        if x is not None and not isinstance(x, IndexedMask):
             raise ValueError(
                 f"{name}: {argument} of shape {tuple(x.shape)} is given; dense score terms are not supported"
             )
@@ -99,6 +101,12 @@ def attention_forward(
     scaling = scale_of(patch.settings, scaling, name)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weight, shared_key = None, key
+    if indices is not None:
+        options = {"dropout": dropout, "softcap": softcap, "sliding_window": sliding_window}
+        options |= {key: getattr(patch.settings, key) for key in ("alibi_slopes", "deterministic")}
+        q, latents, rotated = _same_dtype(query, key, value)
+        of_layer = mask, in_layer
+        return attend_to_chosen(module, q, latents, rotated, indices, s_aux, of_layer, seqpar, scale, options), None
     if has_latent_kv(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1:
             weight = latent_weight(module, query.shape[1], key, patch.ulysses_ranks)
@@ -377,6 +385,11 @@ def mask_in_layer(
     if claim in patch.causality_conflicts and _is_masked(claim, shard, patch):
         claim = (not claim[0], *claim[1:])
     return shard.mask, claim
+
+
+def full_mask_in_layer(module: nn.Module, shard: BatchShard, patch: Patch) -> Mask:
+    mask, in_layer = mask_in_layer(module, shard, patch, None, None)
+    return layer_mask(mask, *in_layer)
 
 
 def _is_masked(claim: LayerMask, shard: BatchShard | DecodeShard, patch: Patch) -> bool:

@@ -94,11 +94,11 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "are sharded; call it with the full batch, without shard_batch"
             )
     elif generates(kwargs):
-        if patch.has_mixers:
+        if patch.has_mixers or patch.has_indexers:
+            states = "layers with recurrent states" if patch.has_mixers else "indexers with keys of their own"
             raise ValueError(
-                f"cache: {type(model).__name__} has layers with recurrent states, which are not kept for a sharded "
-                "prompt yet; generate with batches='per_rank' or after seqpar.hf.restore(model), or pass "
-                "use_cache=False"
+                f"cache: {type(model).__name__} has {states}, which are not kept for a sharded prompt yet; generate "
+                "with batches='per_rank' or after seqpar.hf.restore(model), or pass use_cache=False"
             )
         kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
     else:

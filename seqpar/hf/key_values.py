@@ -40,10 +40,15 @@ def _unchanged(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     return latents, rotated
 
 
+def has_expansion(layer: nn.Module) -> bool:
+    """Whether ``layer`` has latent attention."""
+    has_method = callable(getattr(layer, _METHOD, None)) and all(hasattr(layer, name) for name in _SIZES)
+    return has_method and isinstance(getattr(layer, "kv_b_proj", None), nn.Module)
+
+
 def enable_latent_kv(layer: nn.Module) -> None:
     """Make ``layer`` pass latents to the attention function, if it has latent attention."""
-    has_method = callable(getattr(layer, _METHOD, None)) and all(hasattr(layer, name) for name in _SIZES)
-    if has_method and isinstance(getattr(layer, "kv_b_proj", None), nn.Module):
+    if has_expansion(layer):
         setattr(layer, _METHOD, _unchanged)
 
 
@@ -84,14 +89,21 @@ def latent_weight(layer: nn.Module, heads: int, latents: Tensor, copies: int) ->
     latents of ``copies`` ranks, all of which an all-to-all sends to each rank, are no smaller than keys and values.
     """
     sizes: Any = layer
+    per_head = sizes.qk_nope_head_dim + sizes.v_head_dim
+    if (sizes.kv_lora_rank + sizes.qk_rope_head_dim) * copies >= heads * (per_head + sizes.qk_rope_head_dim):
+        return None
+    return plain_weight(layer, heads, latents)
+
+
+def plain_weight(layer: nn.Module, heads: int, latents: Tensor) -> Tensor | None:
+    """The weight that expands latents, ``[heads, nope + v_head_dim, width]``; None if it is no plain linear layer's."""
+    sizes: Any = layer
     projection: Any = sizes.kv_b_proj
     per_head = sizes.qk_nope_head_dim + sizes.v_head_dim
     if type(projection) is not nn.Linear or projection.bias is not None or isinstance(projection.weight, DTensor):
         return None
     weight: Tensor = projection.weight
     if tuple(weight.shape) != (heads * per_head, latents.shape[-1]):
-        return None
-    if (sizes.kv_lora_rank + sizes.qk_rope_head_dim) * copies >= heads * (per_head + sizes.qk_rope_head_dim):
         return None
     return weight.unflatten(0, (heads, per_head))
 

@@ -24,9 +24,19 @@ from ..memory.switches import layers_of
 from ..placement.strategies import StrategyName, StrategyOptions, resolve
 from ..ranks.mesh import all_ranks_group, size_of
 from . import forward
-from .attention import attention_forward, compare_masks, layer_mask_of, model_mask, no_mask, scale_of, structure
+from .attention import (
+    attention_forward,
+    compare_masks,
+    full_mask_in_layer,
+    layer_mask_of,
+    model_mask,
+    no_mask,
+    scale_of,
+    structure,
+)
 from .batch import BatchLayout
 from .full_batch import before_text_model
+from .indexers import replace_indexers
 from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import replace_loss_function, replace_router_loss, restore_loss_function
 from .mixers import replace_mixers
@@ -164,6 +174,7 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     for layer in layers:
         enable_latent_kv(layer)
         patch.undo.callback(disable_latent_kv, layer)
+    replace_indexers([*layers], patch, lambda layer, shard: full_mask_in_layer(layer, shard, patch))
     for root, trial in trials.items():
         root._seqpar_loss = trial.loss
         patch.undo.callback(delattr, root, "_seqpar_loss")

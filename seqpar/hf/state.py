@@ -105,6 +105,7 @@ class Patch:
     seed: int = 0  # of attention dropout in these calls, the same on every rank
     depends_on_length: bool = False  # whether the largest position changes the frequencies of a rotary embedding
     has_mixers: bool = False  # whether layers mix tokens by the functions of ``mixers``
+    has_indexers: bool = False  # whether layers attend to keys that an indexer chooses
     needs_wrapper: bool = False  # whether an Accelerator must wrap the model for training, and has not yet
     undo: ExitStack = field(default_factory=ExitStack)  # undoes each change of the model
     modules: list[nn.Module] = field(default_factory=list)  # the modules that refer to this object

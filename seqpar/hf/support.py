@@ -25,6 +25,8 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory.weights import CACHE_ARGUMENTS
+from .indexer_trial import UnsupportedIndexerError
+from .indexers import has_indexer
 from .mixers import of_mixer_files
 from .state import NAME
 from .trial import Loss, Trial, function_of, run_trial
@@ -138,7 +140,13 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
     text = text_model(model)
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     supported = _LAYER_TYPES + (_MIXER_TYPES if of_mixer_files(text) else ())
+    supported += ("indexed_attention",) if any(map(has_indexer, text.modules())) else ()
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
+        if layer_type == "indexed_attention" and layer_type not in supported:
+            yield (
+                f"layer {i} is of type 'indexed_attention', and its indexer does not choose latents, but in another "
+                "way, such as by keys pooled over runs of tokens; such an indexer cannot be sharded"
+            )
         if layer_type not in supported:
             names = ", ".join(supported)
             yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence"
@@ -222,6 +230,8 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
     if trial.error is not None:
         name, class_name = trial.failed
         where = f"layer {name!r} ({class_name})" if name else class_name
+        if isinstance(trial.error, UnsupportedIndexerError):
+            yield f"{where} {trial.error}"
         yield (
             f"its trial run on a few tokens failed in {where}: {type(trial.error).__name__}: "
             f"{trial.error}. Without it, it is not known whether the layers mix tokens; they must run without a mask "

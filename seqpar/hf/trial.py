@@ -38,6 +38,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from ..base.replaced import replaced
+from .indexer_trial import check_indices, choose_own_tokens
 from .key_values import expand, has_latent_kv
 from .mixers import tokenwise_mixers
 from .state import NAME
@@ -99,7 +100,7 @@ class Trial:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # The module whose forward calls this one may have mixed the arguments.
-        self._check((*args, *kwargs.values()), self._running[-1] if self._running else self._root)
+        self.check((*args, *kwargs.values()), self._running[-1] if self._running else self._root)
         self.ran.add(module)
         self._running.append(module)
 
@@ -108,7 +109,7 @@ class Trial:
         # The last one is the outermost module that returns the tensor alone, or the innermost that returns it at all.
         at = len(self._pooled) if isinstance(output, Tensor) else 0
         self._pooled[at:at] = [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
-        self._check(output, module)
+        self.check(output, module)
 
     def mixes(self) -> None:
         self.mixers.append(self._running[-1])
@@ -116,13 +117,14 @@ class Trial:
     def attend(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        check_indices(module, kwargs.get("indices"), q.shape[2])
         if not self.records:
             return _attend_to_token_before(module, q, k, v)
         if not self.counts_only:
             self.attention_modules.append(module)
             self.attention_calls.append((module, kwargs.get("is_causal"), kwargs.get("sliding_window")))
             self.scalings[self._names[module]] = kwargs.get("scaling")
-        self._check([x.transpose(1, 2) for x in (q, k, v)], module)
+        self.check([x.transpose(1, 2) for x in (q, k, v)], module)
         return attend_to_own_token(module, q, k, v)
 
     @property
@@ -132,7 +134,7 @@ class Trial:
         return self._names.get(module, ""), type(module).__name__
 
     def check_output(self, output: Any) -> None:
-        self._check(output, self._root)
+        self.check(output, self._root)
         for x in _tensors(output):
             module = next((module for y, module in reversed(self._pooled) if y is x), None)
             if module is not None and self.pooler is None:
@@ -162,7 +164,7 @@ class Trial:
                 change = (ours[:, _SHIFT + 1 :] - theirs[:, _SHIFT + 1 :]).abs().max()
                 self.own_positions |= float(change) > _tolerance(ours)
 
-    def _check(self, values: Any, module: nn.Module) -> None:
+    def check(self, values: Any, module: nn.Module) -> None:
         if not self.records:
             return
         name = self._names.get(module, ""), type(module).__name__
@@ -227,6 +229,7 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(trial.after).remove)
+            choose_own_tokens(root, trial.check)
             same_kind, results = _run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(attend))
             stack.enter_context(tokenwise_mixers(root, trial.mixes))

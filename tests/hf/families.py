@@ -93,11 +93,22 @@ def _mrope(*section: int) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [*section]}}
 
 
+# With few heads, many scores of an indexer are 0.
+_INDEXER = {"index_n_heads": 16, "index_topk": 6}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "axk2": _INDEXER,
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "chameleon": {"vocabulary_map": {"<image>": 120}},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "deepseek_v32": _INDEXER,
+    "dots3_note_text": _INDEXER,
+    "glm_moe_dsa": {
+        **_INDEXER, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"],
+        "layer_types": ["indexed_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],
+    },
+    "hy_v4": _INDEXER,
+    "mistral_large4_text": _INDEXER,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
@@ -121,7 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"},
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"]},
     "hunyuan_vl_text": _mrope(2, 2, 2, 2),
-    "hy_v4_vl_text": _mrope(2, 1, 1),
+    "hy_v4_vl_text": {**_INDEXER, **_mrope(2, 1, 1)},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},

@@ -1,4 +1,5 @@
-"""Models with linear attention, state-space layers and short convolutions: the loss and gradients of one process."""
+"""The loss and gradients of one process, in models with linear attention, state-space layers, short convolutions, or
+attention to keys that an indexer chooses."""
 
 from __future__ import annotations
 
@@ -42,9 +43,17 @@ MODELS = {
     "lfm3": "Lfm3ForCausalLM",
     "lara_mini": "LaraMiniForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "axk2": "AXK2ForCausalLM",
+    "dots3_note": "Dots3NoteForCausalLM",
+    "hy_v4": "HYV4ForCausalLM",
+    "hy_v4_vl, image-text": "HYV4VLForConditionalGeneration",
+    "mistral_large4, image-text": "MistralLarge4ForConditionalGeneration",
 }
-# One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba.
-KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba")
+# One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba; indexers,
+# with a layer that reuses the indices of another.
+KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba", "glm_moe_dsa")
 TOLERANCE = 2e-5
 
 
@@ -170,7 +179,6 @@ def refused(group: ProcessGroup, name: str) -> str:
 def test_refused_models(pool: Pool) -> None:
     reasons = {
         "MiniMaxForCausalLM": "layer 1 is of type 'linear_attention'",
-        "GlmMoeDsaForCausalLM": "layer 0 is of type 'indexed_attention'",
         "RecurrentGemmaForCausalLM": "layer 0 is of type 'linear_attention'",
         "MambaForCausalLM": "its forward takes no position_ids",
         "Lfm2ForCausalLM": "use_kernels=True",

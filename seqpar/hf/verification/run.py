@@ -111,6 +111,11 @@ def verify(
             "model: it does not contain the whole transformers model (is it a pipeline stage?); give verify the model "
             "that contains all layers"
         )
+    if patch.has_indexers and any(p.dtype in (torch.float16, torch.bfloat16) for p in root.parameters()):
+        raise ValueError(
+            f"model={type(root).__name__}: its indexers choose keys by scores, and in half precision rounding changes "
+            "which ones they choose; verify it in float32 (model.float())"
+        )
     check_number("deadline_s", deadline_s)
     if tolerance is not None:
         check_number("tolerance", tolerance)

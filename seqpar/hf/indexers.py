@@ -1,0 +1,315 @@
+"""Latent attention whose layers attend to a few keys, which an indexer chooses for each token (DeepSeek V3.2, GLM-5).
+
+In transformers the indexer is a module of the attention layer. It gives each earlier token a score, and returns the
+indices of the ``topk`` tokens with the highest ones. In a parallelized model the keys of the indexer, one head, are
+all-gathered. The unmodified module then runs on a few of this rank's rows at a time, with the keys of all tokens of the
+row's document, so that it chooses as on one device. Its indices count the tokens of the full sequence. Layers without
+an indexer of their own reuse the indices of an earlier layer.
+
+The attention function all-gathers latents and rotated keys, and takes the chosen ones of a few rows at a time. Backward
+computes these rows again, and reduce-scatters the gradients of latents and rotated keys in float32. Bytes sent per
+layer and rank of P ranks with s rows each: ``(P - 1) s (index_head_dim + kv_lora_rank + qk_rope_head_dim) e`` in
+forward, without index_head_dim in layers that reuse indices, and ``(P - 1) s (kv_lora_rank + qk_rope_head_dim) 4`` in
+backward.
+
+Shapes: b batch, s tokens of this rank, t tokens of the sequence, c rows at a time, k chosen keys, h heads, d head_dim,
+e v_head_dim, r kv_lora_rank, w kv_lora_rank + qk_rope_head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..base.cache import cached_tensors, upload
+from ..base.checks import no_compile
+from ..comm.collectives import sum_shards
+from ..comm.waiting import operation
+from ..masks.mask import LayerMask, Mask, layer_mask
+from ..placement.layout import TokenLayout
+from ..sharding.sharding import Sharding
+from ..sharding.shards import local_shard
+from .batch import BatchShard
+from .key_values import has_expansion, plain_weight
+from .state import Patch
+
+_ELEMENTS = 1 << 25  # of the largest tensor that is computed at a time
+MaskOf = Callable[[nn.Module, BatchShard], Mask]  # the mask of a layer
+
+
+def has_indexer(layer: nn.Module) -> bool:
+    return isinstance(getattr(layer, "indexer", None), nn.Module) and has_expansion(layer)
+
+
+@dataclass(frozen=True, eq=False)
+class IndexedMask:
+    """What a layer with an indexer gets as its attention mask, and the indexer too. In the trial run it is empty."""
+
+    shard: BatchShard | None = None
+    mask: Mask | None = None  # of the layer
+
+    def __getitem__(self, index: Any) -> IndexedMask:
+        return self
+
+
+class _KeysFoundError(Exception):
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """An indexer's cache, which already holds the ``keys [1, t, d]`` of all tokens; None ends the indexer's forward."""
+
+    keys: Tensor | None
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        if self.keys is None:
+            raise _KeysFoundError(keys)
+        return self.keys
+
+
+def run_indexer(
+    indexer: nn.Module, call: Any, row: int, tokens: slice, keys: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
+    """The indices ``[1, c, k]`` for some tokens of a batch row, or without ``keys`` their keys ``[1, c, d]``.
+
+    ``call``: the arguments for all rows, float ``[b or 1, s, channels]`` or int ``[..., b or 1, s]``.
+    """
+
+    def part(x: Any) -> Any:
+        if isinstance(x, IndexedMask):
+            return mask
+        if not isinstance(x, Tensor):
+            return x
+        of_batch, of_tokens = (-3, -2) if x.is_floating_point() else (-2, -1)
+        if x.dim() >= -of_batch and x.shape[of_batch] > 1:
+            x = x.narrow(of_batch, row, 1)
+        return x.narrow(of_tokens, tokens.start, tokens.stop - tokens.start)
+
+    args, kwargs = tree_map(part, call)
+    try:
+        return type(indexer).forward(indexer, *args, **{**kwargs, "cache": _Cache(keys)})  # type: ignore[no-any-return]
+    except _KeysFoundError as found:
+        return found.keys
+
+
+def hidden_states_of(call: Any) -> Tensor:
+    """The hidden states, ``[b, s, channels]``."""
+    return next(x for x in tree_leaves(call) if isinstance(x, Tensor))
+
+
+def replace_indexers(layers: list[nn.Module], patch: Patch, mask_of: MaskOf) -> None:
+    """Let the indexers of ``layers`` choose among the keys of all ranks."""
+    for layer in filter(has_indexer, layers):
+        name = f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__})"
+        indexer = cast(nn.Module, layer.indexer)
+        if "forward" in vars(indexer):
+            patch.undo.close()
+            raise ValueError(f"{name}: the forward of its indexer was replaced; parallelize the model before that")
+        vars(indexer)["forward"] = MethodType(_choose, indexer)  # bound, because then a deep copy is too
+        patch.undo.callback(vars(indexer).pop, "forward")
+        patch.undo.callback(layer.register_forward_pre_hook(_before(patch, mask_of), with_kwargs=True).remove)
+        patch.has_indexers = True
+
+
+def _before(patch: Patch, mask_of: MaskOf) -> Callable[..., Any]:
+    @no_compile
+    def before(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        shard = kwargs.get("seqpar")
+        if not isinstance(shard, BatchShard):
+            return None
+        if shard.sharding is None:
+            patch.place(shard)
+        return args, {**kwargs, "attention_mask": IndexedMask(shard, mask_of(layer, shard))}
+
+    return before
+
+
+# Whether an indexer runs, whose ``torch.topk`` is no choice of experts.
+chooses = [False]
+
+
+@no_compile
+def _choose(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of an indexer: int32 ``[b, s, k]``, indices of the full sequence, and -1 in rows with fewer keys."""
+    chooses[0] = True
+    try:
+        given = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, IndexedMask)), None)
+        if given is None:
+            return type(indexer).forward(indexer, *args, **kwargs)  # type: ignore[no-any-return]
+        assert given.shard is not None and given.shard.sharding is not None and given.mask is not None
+        with torch.no_grad():
+            return _choose_globally(indexer, (args, kwargs), given.shard.mask, given.mask, given.shard.sharding)
+    finally:
+        chooses[0] = False
+
+
+def _choose_globally(indexer: nn.Module, call: Any, documents: Mask, mask: Mask, sharding: Sharding) -> Tensor:
+    positions, hidden = sharding.positions(), hidden_states_of(call)
+    batch, device = hidden.shape[0], hidden.device
+    lo, hi = _intervals(mask, sharding, batch, device)
+    # [b, t, d]
+    keys = sharding.unshard(torch.cat([run_indexer(indexer, call, i, slice(0, len(positions))) for i in range(batch)]))
+    size = max(1, _ELEMENTS // (sharding.seq_len * getattr(indexer, "n_heads", 64)))
+    chosen: list[list[Tensor]] = [[] for _ in range(batch)]  # [c, k] each
+    for i, of_row in enumerate(chosen):
+        for start, stop, tokens in _by_document(documents, i, positions, sharding.seq_len, size):
+            index = torch.arange(start, stop, device=device)
+            visible = (index >= lo[i, tokens, None]) & (index < hi[i, tokens, None])  # [c, keys of the document]
+            of_row.append(run_indexer(indexer, call, i, tokens, keys[i : i + 1, start:stop], visible[None])[0] + start)
+    width = max(x.shape[1] for of_row in chosen for x in of_row)
+    return torch.stack([torch.cat([F.pad(x, (0, width - x.shape[1]), value=-1) for x in y]) for y in chosen])
+
+
+def _intervals(mask: Mask, sharding: Sharding, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first and one past the last key of each of this rank's tokens, int64 ``[b, s]`` each."""
+
+    def make() -> tuple[Tensor, Tensor]:
+        lo, hi = (upload(torch.atleast_2d(x), device).expand(batch, -1) for x in mask.intervals(sharding.positions()))
+        return lo, hi
+
+    owner = mask if mask.rules else None
+    return cached_tensors(("chosen keys", id(owner), sharding, batch), device, make, owner)
+
+
+def _by_document(mask: Mask, row: int, positions: Tensor, seq_len: int, size: int) -> Iterator[tuple[int, int, slice]]:
+    """Start and stop of the documents of a batch row, with up to ``size`` of this rank's tokens in them at a time.
+
+    A row without packed documents is one, with its padding, because the order of equal scores depends on their number.
+    """
+    starts = mask.starts[row % len(mask.starts)] if mask.is_local else (0,)
+    edges = torch.tensor([*(x for x in starts if x < seq_len), seq_len], device="cpu")
+    for (start, stop), (first, last) in zip(
+        edges.unfold(0, 2, 1).tolist(), torch.searchsorted(positions, edges).unfold(0, 2, 1).tolist(), strict=True
+    ):
+        for at in range(first, last, size):
+            yield start, stop, slice(at, min(at + size, last))
+
+
+@no_compile
+def attend_to_chosen(
+    layer: nn.Module,
+    q: Tensor,  # [b, h, s, d]
+    latents: Tensor,  # [b, 1, s, r]
+    rotated: Tensor,  # [b, 1, s, w - r]
+    indices: Tensor,  # [b, s, k], of the full sequence; -1 for none
+    sinks: Tensor | None,  # [h]
+    mask: tuple[Mask, LayerMask],
+    shard: Any,  # a BatchShard, because generation is refused
+    scale: float,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention of each token to the keys that were chosen for it: ``[b, s, h, e]``. ``options`` must be unset."""
+    name = f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__})"
+    for option, value in options.items():
+        if value:
+            raise ValueError(
+                f"{option}={value}: {name} attends to keys that an indexer chooses, which is computed without; leave "
+                f"{option} out, or set it to 0"
+            )
+    weight, sharding = plain_weight(layer, q.shape[1], latents), shard.sharding
+    if weight is None:
+        raise ValueError(
+            f"{name}: it attends to chosen keys, whose latents are expanded by the weight of kv_b_proj, which must be "
+            "a linear layer without bias, adapter or quantization, not sharded; leave kv_b_proj out of LoRA's "
+            "target_modules"
+        )
+    lo, hi = _intervals(layer_mask(mask[0], *mask[1]), sharding, len(q), q.device)
+    kv = torch.cat([latents, rotated], -1)[:, 0]  # [b, s, w]
+    out: Tensor = _Attend.apply(
+        q.transpose(1, 2), kv, weight.to(q.dtype), sinks, indices, lo, hi, scale, shard.tokens, sharding
+    )
+    return out
+
+
+def _attend_rows(
+    q: Tensor,  # [b, c, h, d]
+    kv: Tensor,  # [b, c, k, w]
+    weight: Tensor,  # [h, d - (w - r) + e, r]
+    sinks: Tensor | None,  # [h]
+    visible: Tensor,  # bool [b, c, k]
+    scale: float,
+) -> Tensor:
+    rank = weight.shape[2]
+    nope = q.shape[3] - (kv.shape[3] - rank)
+    of_keys, of_values = weight.split([nope, weight.shape[1] - nope], 1)
+    query = torch.cat([torch.einsum("bchd,hdr->bchr", q[..., :nope], of_keys), q[..., nope:]], -1)  # [b, c, h, w]
+    scores = query @ kv.mT * scale  # [b, c, h, k]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    hidden = ~visible[:, :, None]
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        sink = sinks.to(scores.dtype)[:, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    probabilities = scores.softmax(-1)[..., : kv.shape[2]].masked_fill(hidden, 0.0)  # 0 in a row that sees nothing
+    out = probabilities.to(kv.dtype) @ kv[..., :rank]  # [b, c, h, r]
+    return torch.einsum("bchr,her->bche", out, of_values)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, kv: Tensor, weight: Tensor, sinks: Tensor | None, indices: Tensor, lo: Tensor, hi: Tensor,
+        scale: float, tokens: TokenLayout, sharding: Sharding,
+    ) -> Tensor:  # fmt: skip
+        full = sharding.unshard(kv)  # [b, t, w]
+        ctx.save_for_backward(q, full, weight, sinks, indices, lo, hi)
+        ctx.constants = scale, tokens, sharding.sequence_group
+        return torch.cat(
+            [
+                _attend_rows(q[:, at], full.flatten(0, 1)[rows], weight, sinks, visible, scale)
+                for at, rows, visible in _chunks(q, full, indices, lo, hi)
+            ],
+            1,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, full, weight, sinks, indices, lo, hi = ctx.saved_tensors
+        scale, tokens, group = ctx.constants
+        dq = torch.empty_like(q)
+        # Many rows choose the same key.
+        d_full, d_weight = (
+            x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (full, weight)
+        )
+        d_sinks = None if sinks is None else torch.zeros_like(sinks)
+        for at, rows, visible in _chunks(q, full, indices, lo, hi):
+            parts = [q[:, at], full.flatten(0, 1)[rows], weight, sinks]
+            parts = [None if x is None else x.detach().requires_grad_() for x in parts]
+            inputs = [x for x in parts if x is not None]
+            with torch.enable_grad():
+                out = _attend_rows(parts[0], parts[1], parts[2], parts[3], visible, scale)
+            grads = torch.autograd.grad(out, inputs, grad[:, at])
+            dq[:, at] = grads[0]
+            d_full.view(-1, full.shape[2]).index_add_(0, rows.flatten(), grads[1].flatten(0, 2).to(d_full.dtype))
+            d_weight += grads[2]
+            if d_sinks is not None:
+                d_sinks += grads[3]
+        d_kv = d_full
+        if group is not None and ctx.needs_input_grad[1]:
+            with operation("the backward of attention to chosen keys"):
+                d_kv = sum_shards([local_shard(d_full, 1, tokens, rank) for rank in range(tokens.ranks)], 1, group)
+        return dq, d_kv.to(full.dtype), d_weight.to(weight.dtype), d_sinks, *[None] * 6
+
+
+def _chunks(q: Tensor, full: Tensor, indices: Tensor, lo: Tensor, hi: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """A few of this rank's tokens at a time: the rows of ``full [b * t, w]`` that were chosen for them, and which of
+    these they see, both ``[b, c, k]``."""
+    batch, length, heads = q.shape[:3]
+    row = (torch.arange(batch, device=q.device) * full.shape[1])[:, None, None]
+    size = max(1, _ELEMENTS // (batch * indices.shape[2] * (full.shape[2] + heads)))
+    for start in range(0, length, size):
+        at = slice(start, start + size)
+        index = indices[:, at].long()
+        visible = (index >= lo[:, at, None]) & (index < hi[:, at, None])
+        yield at, index.clamp(min=0) + row, visible
