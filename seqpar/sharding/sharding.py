@@ -204,8 +204,8 @@ class Sharding(Opaque):
 
         Raises:
             TypeError: an argument has another type.
-            ValueError: the mask does not fit ``seq_len``, ``ranks`` beside a mesh or group or without ``rank``, or an
-                argument that ``Sharding`` does not take.
+            ValueError: a mask does not fit ``seq_len``, there is none or one of no layers, ``ranks`` beside a mesh or
+                group or without ``rank``, or an argument that ``Sharding`` does not take.
 
         Examples:
             >>> Sharding.balanced(Mask.documents([0, 3000, 4096]), 4096, ranks=4, rank=0).layout
