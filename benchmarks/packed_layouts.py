@@ -2,6 +2,7 @@
 
     python benchmarks/packed_layouts.py            # prints the table, in a few minutes
     python benchmarks/packed_layouts.py --write    # and writes it to docs/packed.md
+    python benchmarks/packed_layouts.py --window 4096  # for three layers with this window beside each full one
 
 Nothing is sent or computed with: a layout, and the documents, decide all numbers but the milliseconds. The layouts of
 other packages are written here again from their descriptions, and are not their code. Documents are causal.
@@ -28,9 +29,10 @@ import numpy as np
 
 from seqpar import Assigned, Mask
 from seqpar.placement.balanced import balanced_layout
-from seqpar.placement.layout import merged_positions, ranges_to_positions, shard_ranges, split_range
+from seqpar.placement.layout import Positions, merged_positions, ranges_to_positions, shard_ranges, split_range
 from seqpar.planner.mixes import document_mix
 from seqpar.planner.pairs import computed_pairs
+from seqpar.schedule.rows import visible_ranges
 
 PAGE = Path(__file__).parents[1] / "docs" / "packed.md"
 PER_HOST = 8
@@ -396,11 +398,40 @@ def more_rows(found: dict[str, list[Numbers | None]]) -> list[int]:
     ]
 
 
+def table_of_windows(window: int, seq_len: int = 1 << 20, ranks: int = 64) -> str:
+    """``Sharding.balanced`` for full layers alone, and for three layers with this window beside each full one."""
+    lines = [
+        "| documents | layout for | pairs, largest / mean: full | window | rows received / N: full | window |",
+        "|---|---|---|---|---|---|",
+    ]
+    for mix in MIXES:
+        full = Mask.documents(boundaries(mix, seq_len, 0))
+        masks = full, full & Mask.sliding_window(window - 1)
+        for name, layers in (("the full layers", {full: 1}), ("all layers", {full: 1, masks[1]: 3})):
+            layout = balanced_layout(layers, seq_len, ranks, per_host=PER_HOST)
+            held = [merged_positions(seq_len, ranks, rank, 1, layout) for rank in range(ranks)]
+            found = [pairs_and_rows(mask, seq_len, held) for mask in masks]
+            lines.append(f"| {mix} | {name} | " + " | ".join(f"{x[i]:.2f}" for i in (0, 1) for x in found) + " |")
+    return "\n".join(lines)
+
+
+def pairs_and_rows(mask: Mask, seq_len: int, shards: list[Positions]) -> tuple[float, float]:
+    """The largest pairs over the mean, and the rows that all ranks receive over the tokens."""
+    everything, runs = [ranges_to_positions([(0, seq_len)])], mask.runs(seq_len)
+    pairs = [computed_pairs(mask, seq_len, held, everything, 1)[0] for held in shards]
+    seen = sum(stop - start for held in shards for start, stop in visible_ranges(runs, held, seq_len))
+    return max(pairs) * len(pairs) / sum(pairs), seen / seq_len - 1  # each query sees its own key
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--write", action="store_true", help=f"write the table to {PAGE.name}")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--window", type=int, help="keys of a window: compare layouts for layers with and without it")
     given = parser.parse_args()
+    if given.window:
+        print(table_of_windows(given.window))
+        return
     cases = [(mix, *size, seed) for seed in range(given.seeds) for mix in MIXES for size in SIZES]
     found = compare(cases, LAYOUTS)
     text = table(found)

@@ -6,6 +6,7 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +20,7 @@ from torch.utils._pytree import register_pytree_node
 
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.waiting import waiting
-from ..masks.mask import Mask, layer_mask, mask_of_rows
+from ..masks.mask import LayerMask, Mask, layer_mask, mask_of_rows
 from ..masks.rules import document_boundaries
 from ..placement.balanced import balanced_layout
 from ..placement.layout import LAYOUT_WORDS, Assigned, LayoutWord, TokenLayout, check_layout, shard_length
@@ -48,12 +49,14 @@ class Cut:
         ranks: the number of ranks that a sequence is sharded over.
         layout: which tokens each rank holds.
         together, per_host: as ``balanced_layout`` takes them.
+        layers: the masks of the model's layers and their numbers; without a model, one causal layer.
     """
 
     ranks: int
     layout: BatchLayout
     together: int = 1
     per_host: int = 0
+    layers: tuple[tuple[LayerMask, int], ...] = field(default=(((True, None, None), 1),), compare=False)
 
     def __post_init__(self) -> None:
         check_layout(self.layout, names=LAYOUT_WORDS)
@@ -73,8 +76,10 @@ class Cut:
         layout = self.layout
         if layout == "balanced":
             if (made := mask.plans.get((seq_len, self))) is None:  # a mask that a worker has planned brings its layout
-                causal = layer_mask(mask, True, None, None)
-                made = balanced_layout(causal, seq_len, self.ranks, self.together, self.per_host)
+                masks = Counter[Mask]()
+                for layer, count in self.layers:
+                    masks[layer_mask(mask, *layer)] += count
+                made = balanced_layout(masks, seq_len, self.ranks, self.together, self.per_host)
                 mask.plans[seq_len, self] = made
             layout = made
         if not all(shard_length(seq_len, self.ranks, rank, layout) for rank in range(self.ranks)):
@@ -205,18 +210,28 @@ def shard_batch(
     if sharding is not None:
         given = None if layout == "balanced" else layout
         check_sharding(sharding, mesh=mesh, group=group, layout=given)
-        group = sharding.sequence_group
-        cut = Cut(size_of(group), sharding.layout)
-    else:
-        cut = Cut.over(mesh, group, "zigzag" if layout is None else layout)
-        group = sequence_group(mesh, group)
+        group, length = sharding.sequence_group, sharding.seq_len
+        return shard_over(group, Cut(size_of(group), sharding.layout), batch, shift_labels, check, length)
+    cut = Cut.over(mesh, group, "zigzag" if layout is None else layout)
+    return shard_over(sequence_group(mesh, group), cut, batch, shift_labels, check)
+
+
+def shard_over(
+    group: ProcessGroup | None,
+    cut: Cut,
+    batch: Mapping[str, Any] | None,
+    shift_labels: bool | None = None,
+    check: bool = True,
+    seq_len: int | None = None,
+) -> dict[str, Any]:
+    """``shard_batch`` over the ranks of ``group``, and as ``cut`` says; of rows of ``seq_len`` tokens, if given."""
     ranks = cut.ranks
 
     def parse() -> BatchSpec:
         spec = BatchSpec(batch, cut, shift_labels)
-        if sharding is not None and spec.seq_len != sharding.seq_len:
+        if seq_len not in (None, spec.seq_len):
             raise ValueError(
-                f"batch: its rows have {spec.seq_len} tokens, but the sharding is of seq_len={sharding.seq_len}; make "
+                f"batch: its rows have {spec.seq_len} tokens, but the sharding is of seq_len={seq_len}; make "
                 "a Sharding of the batch's length, or give mesh and layout"
             )
         return spec

@@ -28,7 +28,7 @@ from ..base.checks import no_compile
 from ..masks.mask import Mask
 from ..memory.weights import CACHE_ARGUMENTS
 from ..sharding.same_rows import check_every
-from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_batch, shard_for_rank
+from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_for_rank, shard_over
 from .logits import LazyLogits, MissingLogits
 from .loss import all_gather_tokens, join_tiles, reduce_over_ranks
 from .state import Forward, FullCall, Patch, current_forward, shards_text_model
@@ -129,7 +129,7 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     else:
         compares = bool(every) and call % every == 0
     if compares:
-        local = shard_batch(batch, mesh=patch.mesh, group=patch.given_group, layout=patch.settings.layout)
+        local = shard_over(patch.group, patch.cut, batch)
         patch.seed = local["seqpar"].seed
     else:
         local = shard_for_rank(batch, patch.cut, patch.rank, seed=patch.seed)

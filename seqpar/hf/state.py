@@ -5,9 +5,10 @@ The hooks write this state. The attention function and the loss function, which 
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -95,7 +96,7 @@ class Patch:
     ulysses_ranks: int = 1  # in each all-to-all of the strategy
     sharded: bool = True  # False while the model runs on this rank alone
     # what the trial run found
-    layer_masks: set[LayerMask] = field(default_factory=set)
+    layer_masks: Counter[LayerMask] = field(default_factory=Counter)  # with the number of layers
     causality_conflicts: dict[LayerMask, bool] = field(default_factory=dict)  # as ``compare_masks`` returns it
     known_masks: set[Any] = field(default_factory=set)  # the structures of the mask functions
     # the longest rows that each of the models can take, and its layer that could not take longer ones
@@ -126,7 +127,8 @@ class Patch:
         """How batches are cut into the parts of the ranks."""
         if self.group is None:
             return Cut(1, self.settings.layout)
-        return Cut.over(self.mesh, self.given_group, self.settings.layout)
+        cut = Cut.over(self.mesh, self.given_group, self.settings.layout)
+        return replace(cut, layers=tuple(self.layer_masks.items())) if self.layer_masks else cut
 
     def sharding(self, tokens: TokenLayout) -> Sharding:
         strategy: Literal["local"] | None = "local" if self.group is None else None

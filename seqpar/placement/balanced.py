@@ -20,6 +20,11 @@ Whole short documents, the sparsest first, take the place of the head as far as 
 *Levelling.* Tiles are coarse, so some ranks are left with a few percent too many pairs. They swap tiles with ranks that
 have too few, wherever that adds the fewest rows.
 
+*Several masks.* Near the start of a document, layers with a window see as much as the other layers. Beyond, each query
+sees a full window. So the tiles are divided into those in which the window hides nothing, and the others, and each rank
+gets equally many tokens and pairs of both kinds, by the steps above. Then it has equally many pairs of every mask. It
+receives more rows, because documents are cut where their queries begin to see a full window.
+
 Other layouts count pairs and not rows: the heap of MagiAttention (Tao and Huang, 2025) gives chunks of equal size to
 the rank with the least work, FlashMask (Wang et al., 2024) then exchanges chunks, WLB-LLM (Wang et al., 2025,
 arXiv:2503.17924) cuts every document into zigzag, and Megatron gives a document as many ranks as its length asks for.
@@ -29,7 +34,9 @@ All numbers are integers, so every rank and machine finds the same layout.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -48,11 +55,13 @@ _MOST_TILES = 1 << 17  # of a sequence: smaller tiles take too long
 Array = NDArray[np.int64]
 
 
-def balanced_layout(mask: Mask, seq_len: int, ranks: int, together: int = 1, per_host: int = 0) -> Layout:
+def balanced_layout(
+    mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int, together: int = 1, per_host: int = 0
+) -> Layout:
     """A layout in which every rank has the same number of tokens and of visible pairs.
 
     Args:
-        mask: which keys each query sees.
+        mask: which keys each query sees, or the masks of a model's layers, each with the number of its layers.
         seq_len: tokens of the full sequence.
         ranks: the number of ranks.
         together: how many consecutive ranks attend with the same tokens, because an all-to-all or tensor parallelism
@@ -63,19 +72,23 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int, together: int = 1, per
         "contiguous" or "zigzag" where that is balanced, or where a rank has fewer than four tiles, else an
         ``Assigned``.
     """
-    mask.check_length(seq_len)
-    groups, pairs = ranks // together, _Pairs(mask, seq_len)
+    weights, groups = {mask: 1} if isinstance(mask, Mask) else mask, ranks // together
+    for each in weights:
+        each.check_length(seq_len)
+    counted = sorted(((_Pairs(each, seq_len), weight) for each, weight in weights.items()), key=lambda x: -x[0].total)
+    most_pairs, *others = (pairs for pairs, _ in counted)
 
-    def is_balanced(most: int) -> bool:
-        return most * groups * 1000 <= pairs.total * (1000 + PERMILLE)
+    def busiest(shards: list[list[range]]) -> int:
+        """The pairs that the layers wait for: of each mask, those of the rank with the most."""
+        return sum(max(pairs.of(shards)) * weight for pairs, weight in counted)
 
+    total = sum(pairs.total * weight for pairs, weight in counted)
     names: tuple[Layout, ...] = ("contiguous", "zigzag")
-    most = dict[Layout, int]()  # pairs of the rank with the most
+    most = dict[Layout, int]()
     for name in names:
         by_rank = [shard_ranges(seq_len, ranks, rank, name) for rank in range(ranks)]
-        joined = [list(chain(*by_rank[i : i + together])) for i in range(0, ranks, together)]
-        most[name] = max(pairs.of(joined))
-        if is_balanced(most[name]):
+        most[name] = busiest([list(chain(*by_rank[i : i + together])) for i in range(0, ranks, together)])
+        if most[name] * groups * 1000 <= total * (1000 + PERMILLE):
             return name
     if seq_len < _FEWEST_TILES * TILE * ranks:
         return "zigzag"
@@ -83,19 +96,29 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int, together: int = 1, per
     while seq_len % (tile * groups) and seq_len * PERMILLE < 1000 * tile * groups:  # groups may differ by one tile
         tile //= 2
     best: tuple[int, list[list[Piece]], int] | None = None
-    while tile and (best is None or (not is_balanced(best[0]) and seq_len // tile < _MOST_TILES)):
-        below = pairs.below(np.minimum(np.arange(-(-seq_len // tile) + 1) * tile, seq_len)).tolist()
-        filled = fill(below, _components(pairs, tile, below), groups)
-        worst = Level(below, filled).run()
-        if best is None or worst < best[0]:
-            best = worst, filled, tile
+    enough = total * (1000 + PERMILLE * len(counted)) // (1000 * groups)
+    while tile and (best is None or (best[0] > enough and seq_len // tile < _MOST_TILES >> 3 * len(others))):
+        edges = np.minimum(np.arange(-(-seq_len // tile) + 1) * tile, seq_len)
+        below, *fewer = (pairs.below(edges).tolist() for pairs in (most_pairs, *others))
+        filled: list[list[Piece]] = [[] for _ in range(groups)]
+        end = 0
+        for pieces in _classes(_components(most_pairs, tile, below), below, fewer):
+            first, end = end, end + sum(p.size for p in pieces)  # dealt to the ranks in turn
+            parts = fill(below, pieces, [len(range(first, end)[(i - first) % groups :: groups]) for i in range(groups)])
+            if others:
+                Level(below, parts).run()
+            filled = [a + b for a, b in zip(filled, parts, strict=True)]
+        Level(below, filled).run()
+        now = busiest([_ranges(x, tile, seq_len) for x in filled])
+        if best is None or now < best[0]:
+            best = now, filled, tile
         tile //= 2
     assert best is not None
-    worst, pieces, tile = best
-    if worst > min(most.values()):  # a single token may have more than a rank's share
+    now, filled, tile = best
+    if now > min(most.values()):  # a single token may have more than a rank's share
         return min(names, key=most.__getitem__)
-    numbered = _numbered(pieces, max(1, per_host // together) if per_host else groups)
-    return Assigned(tuple(chain.from_iterable(_cut(x, tile, seq_len, together) for x in numbered)))
+    numbered = _numbered(filled, max(1, per_host // together) if per_host else groups)
+    return Assigned(tuple(chain.from_iterable(_cut(_ranges(x, tile, seq_len), together) for x in numbered)))
 
 
 class _Pairs:
@@ -157,6 +180,17 @@ def _components(pairs: _Pairs, tile: int, below: list[int]) -> list[Component]:
     return found
 
 
+def _classes(components: list[Component], below: list[int], others: list[list[int]]) -> list[list[Piece]]:
+    """The tiles in pieces, grouped by which of the ``others`` show fewer pairs there than ``below``."""
+    pairs = np.diff(below)
+    classes = sum(((np.diff(x) < pairs) << i for i, x in enumerate(others)), np.zeros(len(pairs), dtype=np.int64))
+    changes, found = (1 + np.flatnonzero(np.diff(classes))).tolist(), defaultdict[int, list[Piece]](list)
+    for c in components:
+        for lo, hi in pairwise([c.lo, *changes[bisect_right(changes, c.lo) : bisect_left(changes, c.hi)], c.hi]):
+            found[int(classes[lo])].append(Piece(lo, hi, c))
+    return [found[key] for key in sorted(found)]
+
+
 def _numbered(ranks: list[list[Piece]], per_host: int) -> list[list[Piece]]:
     """The ranks in an order in which holders of one component share hosts: a row is sent to a host once."""
 
@@ -187,9 +221,12 @@ def _numbered(ranks: list[list[Piece]], per_host: int) -> list[list[Piece]]:
     return list(chain.from_iterable((*hosts, *sorted(shared, key=len, reverse=True))))
 
 
-def _cut(pieces: list[Piece], tile: int, seq_len: int, parts: int) -> list[tuple[range, ...]]:
-    """The tokens of ``pieces`` in increasing order, cut evenly over ``parts`` ranks."""
-    ranges = [range(p.lo * tile, min(p.hi * tile, seq_len)) for p in sorted(pieces, key=lambda p: p.lo)]
+def _ranges(pieces: list[Piece], tile: int, seq_len: int) -> list[range]:
+    return [range(p.lo * tile, min(p.hi * tile, seq_len)) for p in sorted(pieces, key=lambda p: p.lo)]
+
+
+def _cut(ranges: list[range], parts: int) -> list[tuple[range, ...]]:
+    """``ranges`` in increasing order, cut evenly over ``parts`` ranks."""
     starts = list(accumulate(map(len, ranges), initial=0))
     found = []
     for part in range(parts):

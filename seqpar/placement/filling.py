@@ -47,29 +47,27 @@ class Piece:
         return Piece(self.lo - count, self.lo, self.of)
 
 
-def fill(below: list[int], components: list[Component], ranks: int) -> list[list[Piece]]:
-    """The pieces of each rank, filled one after another."""
-    filler, tiles = _Filler(below, components, ranks), len(below) - 1
-    filled, left = list[list[Piece]](), below[-1]
+def fill(below: list[int], pieces: list[Piece], sizes: list[int]) -> list[list[Piece]]:
+    """The part of ``pieces`` that each rank gets, filled one after another: ``sizes`` tiles that cost equally much."""
+    filler, ranks = _Filler(below, pieces, len(sizes)), len(sizes)
+    filled, left = list[list[Piece]](), sum(map(filler.cost, pieces))
     for rank in range(ranks - 1):
-        pieces = filler.fill(tiles // ranks + (rank < tiles % ranks), left // (ranks - rank))
-        filled.append(pieces)
-        left -= sum(map(filler.cost, pieces))
+        filled.append(filler.fill(sizes[rank], left // (ranks - rank)))
+        left -= sum(map(filler.cost, filled[-1]))
     return [*filled, [*filler.long, *filler.short]]
 
 
 class _Filler:
     """The pieces that no rank has yet: ``short`` ones, which fit on a rank, sorted by their mean cost, and ``long``."""
 
-    def __init__(self, below: list[int], components: list[Component], ranks: int) -> None:
+    def __init__(self, below: list[int], pieces: list[Piece], ranks: int) -> None:
         self.below = below
-        self.tiles, self.mean = -(-(len(below) - 1) // ranks), below[-1] // ranks
+        self.tiles, self.mean = -(-sum(p.size for p in pieces) // ranks), sum(map(self.cost, pieces)) // ranks
         self.long: list[Piece] = []
         self.short: list[Piece] = []
         self.means: list[int] = []  # of ``short``
         short = list[Piece]()
-        for component in components:
-            piece = Piece(component.lo, component.hi, component)
+        for piece in pieces:
             (self.long if self._is_long(piece) else short).append(piece)
         short = self._merged(short)
         self.short = sorted(short, key=lambda piece: (self._mean(piece), piece.lo))

@@ -32,12 +32,11 @@ class Level:
     def __init__(self, below: list[int], ranks: list[list[Piece]]) -> None:
         self.below, self.ranks = below, ranks
         self.loads = [sum(below[p.hi] - below[p.lo] for p in pieces) for pieces in ranks]
-        self.mean = below[-1] // len(ranks)
+        self.mean = sum(self.loads) // len(ranks)
         self.limit = self.mean + self.mean * PERMILLE // 1000
         self._known: dict[int, dict[Component, list[Piece]]] = {}
 
-    def run(self) -> int:
-        """Swap, and return the pairs of the rank with the most."""
+    def run(self) -> None:
         for _ in range(8 * len(self.ranks)):
             rank = max(range(len(self.ranks)), key=self.loads.__getitem__)
             if self.loads[rank] <= self.limit or (swap := self._best(rank)) is None:
@@ -52,7 +51,6 @@ class Level:
                 self._known.pop(giver, None)
             self.loads[rank] -= swap.gain
             self.loads[swap.other] += swap.gain
-        return max(self.loads)
 
     def _best(self, rank: int) -> _Swap | None:
         """The swap of ``rank`` with one of the lightest ranks that adds the fewest rows for the pairs it moves.

@@ -6,7 +6,7 @@ Shapes: a tensor has ``seq`` entries along ``dim``, and its shard has ``seq_loca
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from multiprocessing.context import get_spawning_popen
@@ -152,12 +152,12 @@ class Sharding(Opaque):
 
     @overload
     @staticmethod
-    def balanced(mask: Mask, seq_len: int, *, ranks: int, rank: int) -> WorkerSharding: ...
+    def balanced(mask: Mask | Mapping[Mask, int], seq_len: int, *, ranks: int, rank: int) -> WorkerSharding: ...
 
     @overload
     @staticmethod
     def balanced(
-        mask: Mask,
+        mask: Mask | Mapping[Mask, int],
         seq_len: int,
         *,
         mesh: DeviceMesh | None = None,
@@ -167,7 +167,7 @@ class Sharding(Opaque):
 
     @staticmethod
     def balanced(
-        mask: Mask,
+        mask: Mask | Mapping[Mask, int],
         seq_len: int,
         *,
         mesh: DeviceMesh | None = None,
@@ -181,10 +181,13 @@ class Sharding(Opaque):
         It is made for packed documents, whose work zigzag does not divide evenly. Every rank makes it alone, from the
         mask, and all ranks make the same one. Under a mask that zigzag or contiguous shards balance, such as plain
         causality, the layout is one of these. ``placement/balanced.py`` explains how it is found: with 64 ranks and
-        2,000 documents in 10 to 25 milliseconds.
+        2,000 documents in 10 to 25 milliseconds. With several masks, the ranks have equally many pairs of the mask with
+        the most, and nearly of the others. In rows of a few tiles for each rank, the sum over the layers of the busiest
+        rank's pairs decides.
 
         Args:
-            mask: which keys each query sees, in the layers with the most work.
+            mask: which keys each query sees. If layers have different masks: each mask with its number of layers, as
+                ``{documents: 8, documents & Mask.sliding_window(4095): 24}``.
             seq_len: tokens of the full sequence.
             mesh: the sequence is sharded over its ring and ulysses dimensions. Ranks with documents in common share
                 hosts.
@@ -201,16 +204,25 @@ class Sharding(Opaque):
 
         Raises:
             TypeError: an argument has another type.
-            ValueError: the mask does not fit ``seq_len``, ``ranks`` beside a mesh or group or without ``rank``, or an
-                argument that ``Sharding`` does not take.
+            ValueError: a mask does not fit ``seq_len``, there is none or one of no layers, ``ranks`` beside a mesh or
+                group or without ``rank``, or an argument that ``Sharding`` does not take.
 
         Examples:
             >>> Sharding.balanced(Mask.documents([0, 3000, 4096]), 4096, ranks=4, rank=0).layout
             Assigned(4096 tokens, 4 ranks, 12 ranges, checksum=d0e7aec1)
         """
         check_int("seq_len", seq_len, 0)
+        for each in mask if isinstance(mask, Mapping) else (mask,):
+            if not isinstance(each, Mask):
+                raise TypeError(
+                    f"mask={type(each).__name__}: expected a seqpar.Mask, such as Mask.documents([0, 5, 8]), or masks "
+                    "with numbers of layers, such as {mask: 1, mask & Mask.sliding_window(4095): 3}"
+                )
         if not isinstance(mask, Mask):
-            raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as Mask.documents([0, 5, 8])")
+            if not mask:
+                raise ValueError("mask={}: expected at least one mask with its number of layers")
+            for each, layers in mask.items():
+                check_int(f"mask[{each!r}]", layers, 1)
         if ranks is not None or rank is not None:
             if mesh is not None or group is not None or strategy is not None or ranks is None or rank is None:
                 raise ValueError(f"ranks={ranks}, rank={rank}: give both, and neither mesh, group nor strategy")

@@ -7,6 +7,8 @@ up what the planner simulates (``layer.attention_seconds``) for 2 to 32 H100s an
 * An all-to-all is exposed, and a ring overlaps with its kernels. But a ring has more messages and smaller kernels. So
   Ulysses is faster for short sequences, and both take the same time for long ones.
 * Under windows and packed documents a ring sends only the few rows that the queries see. Ulysses sends all of them.
+* In a balanced layout (``Sharding.balanced``) a rank has several short pieces, which need rows of many ranks. Ulysses
+  inside each host joins the pieces of its ranks.
 * In the contiguous layout, the last rank of a causal ring has almost twice the mean work. An all-to-all shares the
   tokens of its ranks evenly.
 * Between hosts, a ring sends K/V once to each host, and an all-to-all sends queries and outputs too. These are no more
@@ -55,7 +57,7 @@ def fastest(
         per_host: how many consecutive ranks share a host.
     """
     heads, kv_heads = index(heads), index(kv_heads)  # torch.compile may have turned them into variables
-    if ranks == 1 or (is_local and layout != "striped"):
+    if ranks == 1 or (is_local and layout not in ("striped", "assigned")):
         return "ring", {}
     if ranks == 2 and layout != "contiguous":
         return "ring", {}  # one message, which overlaps with the rank's own keys
@@ -66,7 +68,8 @@ def fastest(
         work = -(-heads // ulysses) * ulysses / heads  # of the rank with the most heads, over the mean
         if layout == "contiguous":
             work *= 2 - ulysses / ranks  # of the last rank of a causal ring, over the mean
-        between_hosts = ulysses > 1 and per_host % ulysses > 0 and kv_heads < heads
+        sends_more = kv_heads < heads or (is_local and layout == "assigned")  # than a ring between hosts
+        between_hosts = ulysses > 1 and per_host % ulysses > 0 and sends_more
         costs.append((work, between_hosts, -ulysses))
     ulysses = -min(costs)[2]
     if ulysses in (1, ranks):

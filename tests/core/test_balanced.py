@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Assigned, Mask, Sharding
-from seqpar.placement.balanced import balanced_layout
+from seqpar.placement.balanced import _Pairs, balanced_layout
 from seqpar.placement.layout import Layout, shard_ranges
+from seqpar.planner.mixes import document_mix
 from seqpar.sharding.sharding import WorkerSharding
 
 from ..observe import message_of
@@ -50,6 +51,36 @@ def test_tokens_and_pairs_are_balanced(ranks: int) -> None:
         layout = balanced_layout(mask, seq_len, ranks)
         tokens, pairs = shares(mask, seq_len, ranks, layout)  # Assigned checks that each token has one rank
         assert tokens.max() <= 1.02 and pairs.max() <= 1.02, (seed, seq_len, layout)
+
+
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_layers_with_windows(ranks: int) -> None:
+    for seed in range(12):
+        seq_len = random.Random(seed).choice([600 * ranks, 1024 * ranks, 2048 * ranks + 17])
+        full = Mask.documents(documents(seed, seq_len))
+        window = full & Mask.sliding_window(255)
+        layout = balanced_layout({window: 3, full: 1}, seq_len, ranks)
+        tokens, pairs = shares(full, seq_len, ranks, layout)
+        assert tokens.max() <= 1.02 and pairs.max() <= 1.02, (seed, layout)
+        assert shares(window, seq_len, ranks, layout)[1].max() <= 1.07, (seed, layout)
+
+
+def test_windows_in_a_long_row() -> None:
+    full = document_mix("magi", 1 << 20, longest=1 << 18)
+    window, narrow = full & Mask.sliding_window(4095), full & Mask.sliding_window(1023)
+    by_mask = [_Pairs(mask, 1 << 20) for mask in (full, window, narrow)]
+    three = {window: 1, narrow: 1, full: 1}
+    for masks, most in (({full: 1, window: 3}, (1.02, 1.03, 1.2)), (three, (1.02, 1.04, 1.04))):
+        layout = balanced_layout(masks, 1 << 20, 64)
+        pairs = [x.of([list(shard_ranges(1 << 20, 64, rank, layout)) for rank in range(64)]) for x in by_mask]
+        assert all(max(x) * 64 / sum(x) <= y for x, y in zip(pairs, most, strict=True))
+
+
+def test_numbers_of_layers_count() -> None:
+    """Zigzag gives the rank with a document's head 7 % less of the windows: it is kept where few layers have them."""
+    full, window = Mask.causal(), Mask.sliding_window(4095)
+    assert balanced_layout({full: 100, window: 1}, 32768, 8) == "zigzag"
+    assert isinstance(balanced_layout({full: 1, window: 100}, 32768, 8), Assigned)
 
 
 MASKS = {
@@ -197,6 +228,10 @@ def test_errors() -> None:
     mask, make = Mask.documents(EDGES), Sharding.balanced
     wrong: Any = "causal"
     assert message_of(lambda: make(wrong, 8)).startswith("TypeError: mask=str: expected a seqpar.Mask")
+    assert message_of(lambda: make({mask: 1, wrong: 2}, 8)).startswith("TypeError: mask=str: expected a seqpar.Mask")
+    assert message_of(lambda: make({}, 8)).startswith("ValueError: mask={}: expected at least one mask")
+    assert message_of(lambda: make({mask: 0}, 8)).endswith("]=0: expected at least 1")
+    assert "has 8 tokens" in message_of(lambda: make({Mask.causal(): 1, mask: 2}, 8))
     assert "has 8 tokens" in message_of(lambda: make(mask, 8))
     assert "ranks=4, rank=None: give both" in message_of(lambda: make(mask, 1100, ranks=4))
     assert "rank=4: expected one of 4 ranks" in message_of(lambda: make(mask, 1100, ranks=4, rank=4))

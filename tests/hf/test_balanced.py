@@ -17,6 +17,8 @@ pytest.importorskip("transformers")
 
 import seqpar
 import seqpar.hf
+from seqpar.hf import batch as hf_batch
+from seqpar.placement.balanced import balanced_layout
 from seqpar.schedule import plan
 
 from ..observe import message_of
@@ -55,6 +57,32 @@ def test_a_step_is_one_device(pool: Pool, strategy: str) -> None:
     batch = packed(1)
     made = pool.run(2, train, batch, one_device("llama", batch), strategy)
     assert len(set(made)) == 1 and "Assigned" in made[0]
+
+
+@on_ranks
+def windows(group: ProcessGroup, batch: dict[str, Tensor]) -> list[tuple[dict[int, int], float]]:
+    """The visible pairs of each mask that the layout is made for with its number of layers, and the loss."""
+    model, found = parallel(group, "gemma2", layout="balanced"), []
+    for collate in (dict, lambda batch: seqpar.hf.PlanCollator(model, itemgetter(0))([batch])):
+        with mock.patch.object(hf_batch, "balanced_layout", wraps=balanced_layout) as made:
+            full = collate(batch)
+            # A loader, which does not know the layers, takes the layout of the plans.
+            local = seqpar.hf.shard_batch(full, group=group, layout="balanced") if "seqpar_mask" in full else full
+            loss = model(**local).loss.item()
+        ((masks, *_), _), *more = made.call_args_list
+        assert not more
+        found.append(({int(mask.dense(LENGTH).sum()): layers for mask, layers in masks.items()}, loss))
+    return found
+
+
+def test_a_model_with_windows(pool: Pool) -> None:
+    batch = packed(1)
+    depths = batch["position_ids"][0] + 1  # what each query of a full layer sees
+    masks = {int(depths.sum()): 1, int(depths.clamp(max=7).sum()): 1}
+    expected = tiny("gemma2")(**batch, use_cache=False).loss.item()
+    for found in pool.run(2, windows, batch):
+        assert [made for made, _ in found] == [masks] * 2
+        assert [loss for _, loss in found] == pytest.approx([expected] * 2, abs=2e-5)
 
 
 @on_ranks
