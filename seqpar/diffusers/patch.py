@@ -173,11 +173,12 @@ class Patch:
                     self._undo.callback(hook.remove)
         for pattern, streams in plan.attention.items():
             for name, module in _matching(model, pattern).items():
-                self._wrap(module, partial(self._attention, name, streams))
-        output = _matching(model, plan.output)
-        if len(output) != 1:
-            raise ValueError(f"plan: output={plan.output!r} names {len(output)} modules of {type(model).__name__}")
-        self._undo.callback(output[plan.output].register_forward_hook(self._gather).remove)
+                self._wrap(module, partial(self._attention, name, streams, inspect.signature(module.forward)))
+        outputs = _matching(model, plan.output)
+        if not outputs:
+            raise ValueError(f"plan: output={plan.output!r} names no module of {type(model).__name__}")
+        for output in outputs.values():
+            self._undo.callback(output.register_forward_hook(self._gather).remove)
         self._wrap(model, self._forward)
         setattr(model, _OWN, self)
 
@@ -248,15 +249,36 @@ class Patch:
 
     @no_compile
     def _attention(
-        self, name: str, streams: tuple[str, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        name: str,
+        streams: tuple[str, ...],
+        signature: inspect.Signature,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """The forward of an attention module."""
-        with self.modes.now(name).inside(name, streams):
+        mode, keys = self.modes.now(name), "encoder_hidden_states"
+        if not mode.call.lengths:
+            mode.call.before_cuts.add(name)
+        elif (
+            not streams
+            and name not in mode.call.before_cuts
+            and keys in signature.parameters
+            and signature.bind(*args, **kwargs).arguments.get(keys) is None
+        ):
+            raise ValueError(
+                f"{name}: without {keys} its keys are this rank's tokens, but the plan says that every rank holds all "
+                "of them"
+            )
+        with mode.inside(name, streams):
             return original(*args, **kwargs)
 
     @no_compile
     def _gather(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         call = self.modes.now(self.plan.output).call
+        if call.gathered:
+            raise RuntimeError(f"plan: the model called two modules of output={self.plan.output!r}")
         call.gathered = True
         return call.sharding((self.plan.output_stream,)).unshard(output, dim=1)
 
@@ -304,6 +326,7 @@ class _Call:
     Attributes:
         lengths: tokens of each stream.
         rows: the real tokens of the padded stream, in each batch row; None: all are real, or no argument tells.
+        before_cuts: attention modules that have run on whole streams, such as a refiner of the text.
         attended: whether an attention module of the plan has run.
         gathered: whether the output has been gathered.
     """
@@ -312,6 +335,7 @@ class _Call:
         self.patch = patch
         self.lengths: dict[str, int] = {}
         self.rows: list[int] | None = None
+        self.before_cuts: set[str] = set()
         self.attended = self.gathered = False
 
     @contextmanager

@@ -44,7 +44,7 @@ class Plan:
         attention: for each attention module, the streams whose tokens it joins, in order. "()" is attention whose keys
             and values every rank holds in full, such as cross-attention to a text; this rank then computes it alone.
         output: the module whose output ``[batch, tokens, channels]`` has the tokens of ``output_stream``. It is
-            gathered, so that what follows sees all tokens.
+            gathered, so that what follows sees all tokens. Of several such modules a call may run only one.
         output_stream: the name of this stream.
         padding: the module and the argument that tells which tokens of a stream are padding: bool
             ``[batch, tokens]``, True for real tokens, or the same of all joint tokens in the order of the attention.
@@ -89,6 +89,12 @@ _HUNYUAN_VIDEO = Plan(
     padding=("transformer_blocks.0", "attention_mask"),
 )
 _WAN = {"blocks.*.attn1": ("image",), "blocks.*.attn2": WHOLE}
+_WAN_VIDEO = Plan({"blocks.0": HIDDEN, "blocks.*": {"rotary_emb": IMAGE}}, _WAN)
+_CROSS = {"transformer_blocks.*.attn1": ("image",), "transformer_blocks.*.attn2": WHOLE}
+# Models whose rows are sequences of text and image tokens, padded at their end.
+_TOKENS = Cut("tokens")
+_PER_FRAME = Cut("image", dims=3)  # a timestep for each frame, repeated for its tokens
+_COSMOS_TIMES = {"embedded_timestep": _PER_FRAME, "temb": _PER_FRAME}
 
 PLANS: dict[str, Plan] = {
     "FluxTransformer2DModel": Plan({"": {**BOTH, **IDS, **_CONTROL}}, _FLUX.attention),
@@ -111,9 +117,9 @@ PLANS: dict[str, Plan] = {
         {"transformer_blocks.*.attn": TEXT_FIRST},
         padding=("transformer_blocks.0", "encoder_hidden_states_mask"),
     ),
-    "WanTransformer3DModel": Plan(
-        {"": {"timestep": PER_TOKEN}, "blocks.0": HIDDEN, "blocks.*": {"rotary_emb": IMAGE}},
-        _WAN,
+    **dict.fromkeys(
+        ("WanTransformer3DModel", "ChronoEditTransformer3DModel"),
+        Plan({"": {"timestep": PER_TOKEN}, **_WAN_VIDEO.cuts}, _WAN),
     ),
     "HunyuanVideoTransformer3DModel": _HUNYUAN_VIDEO,
     "HunyuanVideo15Transformer3DModel": Plan(
@@ -123,23 +129,107 @@ PLANS: dict[str, Plan] = {
     ),
     "LTXVideoTransformer3DModel": Plan(
         {"": {**HIDDEN, "timestep": PER_TOKEN}, "transformer_blocks.*": {"image_rotary_emb": IMAGE}},
-        {"transformer_blocks.*.attn1": ("image",), "transformer_blocks.*.attn2": WHOLE},
+        _CROSS,
     ),
     "SD3Transformer2DModel": Plan(
         {"": {"block_controlnet_hidden_states": IMAGE}, "transformer_blocks.0": BOTH},
         {"transformer_blocks.*.attn": IMAGE_FIRST, "transformer_blocks.*.attn2": ("image",)},
     ),
     **dict.fromkeys(
-        ("CogVideoXTransformer3DModel", "CogView4Transformer2DModel"),
+        (
+            "CogVideoXTransformer3DModel",
+            "CogView4Transformer2DModel",
+            "EasyAnimateTransformer3DModel",
+            "GlmImageTransformer2DModel",
+        ),
         Plan(
             {"transformer_blocks.0": BOTH, "transformer_blocks.*": {"image_rotary_emb": ROWS}},
             {"transformer_blocks.*.attn1": TEXT_FIRST},
         ),
     ),
-    "SkyReelsV2Transformer3DModel": Plan({"blocks.0": HIDDEN, "blocks.*": {"rotary_emb": IMAGE}}, _WAN),
+    "CogView3PlusTransformer2DModel": Plan({"transformer_blocks.0": BOTH}, {"transformer_blocks.*.attn1": TEXT_FIRST}),
+    "SkyReelsV2Transformer3DModel": _WAN_VIDEO,
+    "WanVACETransformer3DModel": Plan(
+        {
+            **_WAN_VIDEO.cuts,
+            "vace_blocks.0": {"control_hidden_states": IMAGE},
+            "vace_blocks.*": {**HIDDEN, "rotary_emb": IMAGE},
+        },
+        {**_WAN, "vace_blocks.*.attn1": ("image",), "vace_blocks.*.attn2": WHOLE},
+    ),
     "BriaTransformer2DModel": _FLUX,
     "OvisImageTransformer2DModel": _FLUX,
     "LongCatImageTransformer2DModel": _FLUX,
+    "BriaFiboTransformer2DModel": Plan({"": {**BOTH, **IDS, "text_encoder_layers": TEXT}}, _FLUX.attention),
+    "Flux3Transformer2DModel": Plan(
+        {"": {**BOTH, **IDS}},
+        {
+            "txt_mode_blocks.*.attn": ("text",),
+            "mode_blocks.image.*.attn": ("image",),
+            "single_transformer_blocks.*.attn": TEXT_FIRST,
+        },
+    ),
+    "HunyuanImageTransformer2DModel": Plan(
+        {
+            "transformer_blocks.0": BOTH,
+            "transformer_blocks.*": {"image_rotary_emb": ROWS},
+            "single_transformer_blocks.*": {"image_rotary_emb": ROWS},
+        },
+        {**_HUNYUAN, "single_transformer_blocks.*.attn": IMAGE_FIRST},
+        padding=("transformer_blocks.0", "attention_mask"),
+    ),
+    "AuraFlowTransformer2DModel": Plan(
+        {"joint_transformer_blocks.0": BOTH},
+        {"joint_transformer_blocks.*.attn": TEXT_FIRST, "single_transformer_blocks.*.attn": TEXT_FIRST},
+    ),
+    "PixArtTransformer2DModel": Plan({"transformer_blocks.0": HIDDEN}, _CROSS),
+    "CosmosTransformer3DModel": Plan(
+        {
+            "transformer_blocks.0": HIDDEN,
+            "transformer_blocks.*": {
+                **_COSMOS_TIMES,
+                "image_rotary_emb": ROWS,
+                "extra_pos_emb": IMAGE,
+                "controlnet_residual": IMAGE,
+            },
+            "norm_out": _COSMOS_TIMES,
+        },
+        _CROSS,
+    ),
+    "ZImageTransformer2DModel": Plan(
+        {
+            "layers.0": {"x": _TOKENS},
+            "layers.*": {"freqs_cis": _TOKENS, "noise_mask": _TOKENS},
+            "all_final_layer.*": {"noise_mask": _TOKENS},
+        },
+        {"layers.*.attention": ("tokens",), "*_refiner.*.attention": WHOLE},
+        output="all_final_layer.*",
+        output_stream="tokens",
+        padding=("layers.0", "attn_mask"),
+        padded_stream="tokens",
+    ),
+    "Lumina2Transformer2DModel": Plan(
+        {"layers.0": {"hidden_states": _TOKENS}, "layers.*": {"image_rotary_emb": _TOKENS}},
+        {"layers.*.attn": ("tokens",), "*_refiner.*.attn": WHOLE},
+        output="norm_out",
+        output_stream="tokens",
+        padding=("layers.0", "attention_mask"),
+        padded_stream="tokens",
+    ),
+    "JoyImageEditTransformer3DModel": Plan(
+        {"double_blocks.0": BOTH, "double_blocks.*": {"image_rotary_emb": (ROWS, Cut("text", dim=0))}},
+        {"double_blocks.*.attn": IMAGE_FIRST},
+    ),
+    "Krea2Transformer2DModel": Plan(
+        {"": {**BOTH, "position_ids": Cut(TEXT_FIRST, dim=0)}},
+        {
+            "text_fusion.layerwise_blocks.*.attn": WHOLE,  # of the text encoder's layers, for each token
+            "text_fusion.refiner_blocks.*.attn": ("text",),
+            "transformer_blocks.*.attn": TEXT_FIRST,
+        },
+        output="final_layer",
+        padding=("", "encoder_attention_mask"),
+    ),
 }
 
 

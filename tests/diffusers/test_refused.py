@@ -56,7 +56,7 @@ def test_a_changed_forward_needs_a_plan() -> None:
     ("plan", "message"),
     [
         (Plan({"blocks.0": {"hidden": Cut("image")}}, WAN.attention), "takes no hidden, but hidden_states"),
-        (Plan(WAN.cuts, WAN.attention, output="out"), "names 0 modules"),
+        (Plan(WAN.cuts, WAN.attention, output="out"), "names no module"),
     ],
 )
 def test_plans_are_compared_with_the_model(plan: Plan, message: str) -> None:
@@ -91,6 +91,12 @@ def test_another_attention_backend_is_noticed() -> None:
     model.transformer_blocks[1].attn.processor = Processor()
     message = message_of(lambda: call(model, inputs))
     assert "transformer_blocks.1.attn: 0 calls" in message and "Processor" in message and "'own'" in message
+
+
+def test_cross_attention_to_this_rank_s_tokens_is_refused() -> None:
+    model, inputs = make(Case("wan"), 0)
+    parallelize(model, plan=Plan(WAN.cuts, {**WAN.attention, "blocks.*.attn1": ()}))
+    assert "blocks.0.attn1: without encoder_hidden_states" in message_of(lambda: call(model, inputs))
 
 
 def test_another_operator_is_noticed() -> None:
@@ -144,7 +150,11 @@ def call_with_other_frames(group: ProcessGroup) -> list[str]:
     model, inputs = make(Case("skyreels"), 0)
     parallelize(model, group=group)
     forcing = {**inputs, "timestep": torch.rand(2, 3).double(), "enable_diffusion_forcing": True}
-    return [*found, message_of(lambda: call(model, forcing))]
+    found.append(message_of(lambda: call(model, forcing)))
+    model, inputs = make(Case("flux3"), 0)
+    parallelize(model, group=group)
+    given = {"image_cond_hidden_states": inputs["hidden_states"], "image_cond_ids": inputs["img_ids"]}
+    return [*found, message_of(lambda: call(model, {**inputs, **given}))]
 
 
 def test_reference_images_and_diffusion_forcing_are_refused(pool: Pool) -> None:
