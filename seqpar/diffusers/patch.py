@@ -100,6 +100,10 @@ def parallelize(
     for name, each in models.items():
         if any(_OWN in vars(m) for m in each.modules()):
             raise ValueError(f"{name}: it is parallelized already; call seqpar.diffusers.restore first")
+        for pattern in (*plan.cuts, *plan.attention) if plan is not None else ():
+            if not _matching(each, pattern):
+                children = ", ".join(child for child, _ in each.named_children())
+                raise ValueError(f"plan: {pattern!r} names no module of {type(each).__name__}, which has {children}")
     plans = [plan or plan_of(each) for each in models.values()]
     for each, its_plan in zip(models.values(), plans, strict=True):
         Patch(each, its_plan, mesh, group, arguments)
@@ -165,7 +169,8 @@ class Patch:
         model, plan = self.model, self.plan
         for pattern, cuts in plan.cuts.items():
             for name, module in _matching(model, pattern).items():
-                signature = _signature(name, module, cuts)
+                padding = plan.padding[1:] if plan.padding is not None and plan.padding[0] == pattern else ()
+                signature = _signature(name, module, (*cuts, *padding))
                 if module is model:
                     self._root_signature = signature
                 else:
@@ -295,9 +300,9 @@ def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if wanted.fullmatch(name)}
 
 
-def _signature(name: str, module: nn.Module, cuts: Mapping[str, Any]) -> inspect.Signature:
+def _signature(name: str, module: nn.Module, arguments: tuple[str, ...]) -> inspect.Signature:
     signature = inspect.signature(module.forward)
-    if missing := [argument for argument in cuts if argument not in signature.parameters]:
+    if missing := [argument for argument in arguments if argument not in signature.parameters]:
         raise ValueError(
             f"plan: {name or 'the model'} ({type(module).__name__}) takes no {missing[0]}, but "
             + ", ".join(signature.parameters)
@@ -352,13 +357,10 @@ class _Call:
     @contextmanager
     def checkpoints(self) -> Iterator[None]:
         """Blocks that the model's gradient checkpointing computes again in backward belong to this call too."""
-        values = vars(self.patch.model)
-        original = values.get("_gradient_checkpointing_func")
-        if original is None:
-            yield
-            return
+        name = "_gradient_checkpointing_func"
+        originals = {m: vars(m)[name] for m in self.patch.model.modules() if vars(m).get(name) is not None}
 
-        def checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def checkpoint(original: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def again(*args: Any, **kwargs: Any) -> Any:
                 modes = self.patch.modes.running
                 with nullcontext() if modes and modes[-1].call is self else self.running():
@@ -366,11 +368,13 @@ class _Call:
 
             return original(again, *args, **kwargs)
 
-        values["_gradient_checkpointing_func"] = checkpoint
+        for module, original in originals.items():
+            vars(module)[name] = partial(checkpoint, original)
         try:
             yield
         finally:
-            values["_gradient_checkpointing_func"] = original
+            for module, original in originals.items():
+                vars(module)[name] = original
 
     def length(self, stream: str) -> int:
         """Tokens of the stream, with masked ones if there are fewer than ranks: model code slices ``[:, -text:]``."""

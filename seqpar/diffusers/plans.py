@@ -51,6 +51,11 @@ class Plan:
             Padding follows a row's real tokens. Where the model passes attention an ``attn_mask``, it sees the real
             tokens only.
         padded_stream: the name of this stream.
+
+    Raises:
+        TypeError: something else than a ``Cut`` or a tuple of them is the cut of an argument.
+        ValueError: attention's streams are a string, no argument is cut for a stream, or no argument of the padding's
+            module is.
     """
 
     cuts: Mapping[str, Mapping[str, Cut | tuple[Cut, ...]]]
@@ -59,6 +64,26 @@ class Plan:
     output_stream: str = "image"
     padding: tuple[str, str] | None = None
     padded_stream: str = "text"
+
+    def __post_init__(self) -> None:
+        cut: set[str] = set()
+        for module, cuts in self.cuts.items():
+            for argument, value in cuts.items():
+                for each in value if isinstance(value, tuple) else (value,):
+                    if not isinstance(each, Cut):
+                        raise TypeError(f"plan: cuts[{module!r}][{argument!r}]={each!r}: expected a Cut")
+                    cut.update((each.streams,) if isinstance(each.streams, str) else each.streams)
+        used = {self.output_stream} | ({self.padded_stream} if self.padding else set())
+        for module, streams in self.attention.items():
+            if isinstance(streams, str):
+                raise ValueError(f"plan: attention[{module!r}]={streams!r}: expected a tuple, such as ({streams!r},)")
+            used.update(streams)
+        if unknown := sorted(used - cut):
+            raise ValueError(f"plan: no argument is cut for the stream {unknown[0]!r}, only for {sorted(cut)}")
+        if self.padding is not None and self.padding[0] not in self.cuts:
+            raise ValueError(
+                f"plan: padding={self.padding!r}: its module has no cuts; modules with cuts: {[*self.cuts]}"
+            )
 
 
 IMAGE, TEXT = Cut("image"), Cut("text")
@@ -91,8 +116,8 @@ _HUNYUAN_VIDEO = Plan(
 _WAN = {"blocks.*.attn1": ("image",), "blocks.*.attn2": WHOLE}
 _WAN_VIDEO = Plan({"blocks.0": HIDDEN, "blocks.*": {"rotary_emb": IMAGE}}, _WAN)
 _CROSS = {"transformer_blocks.*.attn1": ("image",), "transformer_blocks.*.attn2": WHOLE}
-# Models whose rows are sequences of text and image tokens, padded at their end.
-_TOKENS = Cut("tokens")
+# The tokens of models whose rows are sequences of text and image tokens.
+_TOKENS, _TOKEN_ROWS = Cut("tokens"), Cut("tokens", dim=0)
 _PER_FRAME = Cut("image", dims=3)  # a timestep for each frame, repeated for its tokens
 _COSMOS_TIMES = {"embedded_timestep": _PER_FRAME, "temb": _PER_FRAME}
 
@@ -215,6 +240,16 @@ PLANS: dict[str, Plan] = {
         output_stream="tokens",
         padding=("layers.0", "attention_mask"),
         padded_stream="tokens",
+    ),
+    "MiniMaxH3Transformer3DModel": Plan(
+        {
+            "transformer_blocks.0": {"hidden_states": _TOKENS},
+            "transformer_blocks.*": {"adaln_indices": _TOKEN_ROWS, "rotary_emb": _TOKEN_ROWS},
+            "norm_out": {"timestep_indices": _TOKEN_ROWS},
+        },
+        {"transformer_blocks.*.attn": ("tokens",), "token_refiner.refiner_blocks.*.attn": WHOLE},
+        output="norm_out",
+        output_stream="tokens",
     ),
     "JoyImageEditTransformer3DModel": Plan(
         {"double_blocks.0": BOTH, "double_blocks.*": {"image_rotary_emb": (ROWS, Cut("text", dim=0))}},

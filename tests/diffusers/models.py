@@ -66,8 +66,18 @@ def make(case: Case, seed: int) -> tuple[Any, dict[str, Any]]:
 
 
 FLOAT32 = ("cosmos", "cosmos_frames")
+
+
+def available(model: str) -> bool:
+    """Whether the installed diffusers has the class of the model."""
+    import diffusers
+
+    return hasattr(diffusers, MODELS[model](Case(model))[0])
+
+
 GRADIENTS = (
     "hidden_states", "encoder_hidden_states", "pooled_projections", "text_encoder_layers", "x", "cap_feats",
+    "audio_hidden_states",
 )  # fmt: skip
 
 
@@ -638,6 +648,40 @@ def krea2(case: Case) -> Any:
     return "Krea2Transformer2DModel", config, inputs
 
 
+def minimax(case: Case) -> Any:
+    config = {
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 12,
+        "hidden_size": 20,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "ffn_dim": 16,
+        "in_channels": 2,
+        "audio_in_channels": 3,
+        "text_dim": 10,
+        "freq_dim": 8,
+        "time_embed_hidden_dim": 8,
+        "time_embed_dim": 6,
+        "rope_freq_dim": 2,
+    }
+    lengths = case.text, 13, 4  # text, video, audio
+    text, image, sound = torch.randperm(sum(lengths)).split(lengths)
+    tags = torch.zeros(sum(lengths), dtype=torch.long)
+    tags[image], tags[sound] = 1, 2
+    inputs = {
+        **packed(case, channels=8),
+        "audio_hidden_states": torch.randn(BATCH, 4, 3),
+        "timestep": torch.rand(2),
+        "timestep_indices": torch.randint(0, 2, tags.shape),
+        "token_tags": tags,
+        "position_ids": torch.randint(0, 9, (len(tags), 3)),
+        "video_indices": image,
+        "audio_indices": sound,
+        "text_indices": text,
+    }
+    return "MiniMaxH3Transformer3DModel", config, inputs
+
+
 MODELS: dict[str, Callable[[Case], Any]] = {
     "flux": flux,
     "flux_control": flux_control,
@@ -680,6 +724,7 @@ MODELS: dict[str, Callable[[Case], Any]] = {
     "lumina2": lumina2,
     "joyimage": joyimage,
     "krea2": krea2,
+    "minimax": minimax,
 }
 MASKED = (
     "chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan_replace", "hunyuan15", "ltx", "hunyuan_image",
@@ -693,6 +738,6 @@ ROUNDED = (
 # Models whose sharded attention has no padding: a text is in the keys of cross-attention, or has 8 learned tokens more.
 UNPADDED = (
     "wan", "wan_per_token", "wan_image", "ltx", "ltx_per_token", "skyreels", "chronoedit", "wan_vace", "auraflow",
-    "pixart", *FLOAT32,
+    "pixart", "minimax", *FLOAT32,
 )  # fmt: skip
 ONE_STREAM = ("z_image", "z_image_edit", "lumina2")
