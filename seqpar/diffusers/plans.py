@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -33,6 +33,19 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Across:
+    """Attention from one stream to another. This rank's queries see all keys and values, which are all-gathered.
+
+    Args:
+        queries: the stream of the queries, such as "audio".
+        keys: the stream of the keys and values.
+    """
+
+    queries: str
+    keys: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """How a model's tokens are sharded. The names of modules may contain ``*`` for one part, as in "blocks.*.attn1".
 
@@ -43,9 +56,11 @@ class Plan:
             for an argument that is a tuple. An argument may be None.
         attention: for each attention module, the streams whose tokens it joins, in order. "()" is attention whose keys
             and values every rank holds in full, such as cross-attention to a text; this rank then computes it alone.
+            ``Across`` is attention between two streams that are both cut.
         output: the module whose output ``[batch, tokens, channels]`` has the tokens of ``output_stream``. It is
             gathered, so that what follows sees all tokens. Of several such modules a call may run only one.
         output_stream: the name of this stream.
+        other_outputs: further modules whose outputs are gathered, with the name of the stream of each.
         padding: the module and the argument that tells which tokens of a stream are padding: bool
             ``[batch, tokens]``, True for real tokens, or the same of all joint tokens in the order of the attention.
             Padding follows a row's real tokens. Where the model passes attention an ``attn_mask``, it sees the real
@@ -59,9 +74,10 @@ class Plan:
     """
 
     cuts: Mapping[str, Mapping[str, Cut | tuple[Cut, ...]]]
-    attention: Mapping[str, tuple[str, ...]]
+    attention: Mapping[str, tuple[str, ...] | Across]
     output: str = "proj_out"
     output_stream: str = "image"
+    other_outputs: Mapping[str, str] = field(default_factory=dict)
     padding: tuple[str, str] | None = None
     padded_stream: str = "text"
 
@@ -73,11 +89,11 @@ class Plan:
                     if not isinstance(each, Cut):
                         raise TypeError(f"plan: cuts[{module!r}][{argument!r}]={each!r}: expected a Cut")
                     cut.update((each.streams,) if isinstance(each.streams, str) else each.streams)
-        used = {self.output_stream} | ({self.padded_stream} if self.padding else set())
+        used = {self.output_stream, *self.other_outputs.values()} | ({self.padded_stream} if self.padding else set())
         for module, streams in self.attention.items():
             if isinstance(streams, str):
                 raise ValueError(f"plan: attention[{module!r}]={streams!r}: expected a tuple, such as ({streams!r},)")
-            used.update(streams)
+            used.update((streams.queries, streams.keys) if isinstance(streams, Across) else streams)
         if unknown := sorted(used - cut):
             raise ValueError(f"plan: no argument is cut for the stream {unknown[0]!r}, only for {sorted(cut)}")
         if self.padding is not None and self.padding[0] not in self.cuts:
@@ -86,7 +102,7 @@ class Plan:
             )
 
 
-IMAGE, TEXT = Cut("image"), Cut("text")
+IMAGE, TEXT, AUDIO = Cut("image"), Cut("text"), Cut("audio")
 IMAGE_FIRST, TEXT_FIRST = ("image", "text"), ("text", "image")
 WHOLE: tuple[str, ...] = ()
 # An argument with an entry for each token in some checkpoints, and one for each row in others.
@@ -155,6 +171,31 @@ PLANS: dict[str, Plan] = {
     "LTXVideoTransformer3DModel": Plan(
         {"": {**HIDDEN, "timestep": PER_TOKEN}, "transformer_blocks.*": {"image_rotary_emb": IMAGE}},
         _CROSS,
+    ),
+    "LTX2VideoTransformer3DModel": Plan(
+        {
+            "": {
+                **HIDDEN,
+                "audio_hidden_states": AUDIO,
+                "timestep": PER_TOKEN,
+                "audio_timestep": Cut("audio", dims=2),
+                "video_keyframes_mask": IMAGE,
+            },
+            "transformer_blocks.*": {
+                "video_rotary_emb": Cut("image", dim=-2),
+                "ca_video_rotary_emb": Cut("image", dim=-2),
+                "audio_rotary_emb": Cut("audio", dim=-2),
+                "ca_audio_rotary_emb": Cut("audio", dim=-2),
+            },
+        },
+        {
+            **_CROSS,
+            "transformer_blocks.*.audio_attn1": ("audio",),
+            "transformer_blocks.*.audio_attn2": WHOLE,
+            "transformer_blocks.*.audio_to_video_attn": Across("image", "audio"),
+            "transformer_blocks.*.video_to_audio_attn": Across("audio", "image"),
+        },
+        other_outputs={"audio_proj_out": "audio"},
     ),
     "SD3Transformer2DModel": Plan(
         {"": {"block_controlnet_hidden_states": IMAGE}, "transformer_blocks.0": BOTH},

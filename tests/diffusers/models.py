@@ -682,6 +682,45 @@ def minimax(case: Case) -> Any:
     return "MiniMaxH3Transformer3DModel", config, inputs
 
 
+def ltx2(case: Case, rope: str = "interleaved") -> Any:
+    config = {
+        "in_channels": 6,
+        "out_channels": 6,
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 12,
+        "cross_attention_dim": case.heads * 12,
+        "audio_in_channels": 5,
+        "audio_out_channels": 5,
+        "audio_num_attention_heads": case.heads,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": case.heads * 8,
+        "num_layers": 2,
+        "caption_channels": 10,
+        "rope_type": rope,
+    }
+    inputs = {
+        **packed(case, tokens=30),
+        "audio_hidden_states": torch.randn(BATCH, case.text, 5),
+        "audio_encoder_hidden_states": torch.randn(BATCH, case.text, 10),
+        "timestep": torch.rand(BATCH, 30) if rope == "split" else times(),
+        "audio_timestep": times(),
+        "sigma": times(),
+        "encoder_attention_mask": case.real.float(),
+        "num_frames": 2,
+        "height": 3,
+        "width": 5,
+        "audio_num_frames": case.text,
+    }
+    return "LTX2VideoTransformer3DModel", config, inputs
+
+
+def ltx23(case: Case) -> Any:
+    """Rotary tables for each head, gates, and modulated text, as LTX-2.3 has; a timestep for each token."""
+    name, config, inputs = ltx2(case, "split")
+    more = {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True}
+    return name, {**config, **more}, inputs
+
+
 MODELS: dict[str, Callable[[Case], Any]] = {
     "flux": flux,
     "flux_control": flux_control,
@@ -725,6 +764,8 @@ MODELS: dict[str, Callable[[Case], Any]] = {
     "joyimage": joyimage,
     "krea2": krea2,
     "minimax": minimax,
+    "ltx2": ltx2,
+    "ltx23": ltx23,
 }
 MASKED = (
     "chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan_replace", "hunyuan15", "ltx", "hunyuan_image",
@@ -738,6 +779,6 @@ ROUNDED = (
 # Models whose sharded attention has no padding: a text is in the keys of cross-attention, or has 8 learned tokens more.
 UNPADDED = (
     "wan", "wan_per_token", "wan_image", "ltx", "ltx_per_token", "skyreels", "chronoedit", "wan_vace", "auraflow",
-    "pixart", "minimax", *FLOAT32,
+    "pixart", "minimax", "ltx2", "ltx23", *FLOAT32,
 )  # fmt: skip
 ONE_STREAM = ("z_image", "z_image_edit", "lumina2")

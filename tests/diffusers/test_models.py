@@ -26,7 +26,7 @@ from ..pool import on_ranks
 from .models import FLOAT32, MASKED, MODELS, ONE_STREAM, ROUNDED, UNPADDED, Case, available, make
 
 pytest.importorskip("diffusers")
-from seqpar.diffusers import Plan, parallelize, patch, restore
+from seqpar.diffusers import Across, Plan, parallelize, patch, restore
 from seqpar.diffusers.plans import PLANS, plan_of
 
 
@@ -65,9 +65,18 @@ def broken(what: str | None) -> Iterator[None]:
 
             def reverse(model: nn.Module) -> Plan:
                 plan = plan_of(model)
-                return replace(plan, attention={name: streams[::-1] for name, streams in plan.attention.items()})
+                joint = {name: s for name, s in plan.attention.items() if not isinstance(s, Across)}
+                return replace(plan, attention={**plan.attention, **{name: s[::-1] for name, s in joint.items()}})
 
             patches.setattr(patch, "plan_of", reverse)
+        elif what == "this rank's keys":
+
+            def alone(model: nn.Module) -> Plan:
+                plan = plan_of(model)
+                attention = {name: () if isinstance(s, Across) else s for name, s in plan.attention.items()}
+                return replace(plan, attention=attention)
+
+            patches.setattr(patch, "plan_of", alone)
         yield
 
 
@@ -152,6 +161,7 @@ def test_gradient_checkpointing(batch: Batch) -> None:
         "hunyuan",
         "z_image_edit",
         "minimax",
+        "ltx23",
         "cosmos",
         "qwen",
         "sd35",
@@ -171,7 +181,7 @@ def test_every_class_has_a_model() -> None:
     assert {MODELS[name](Case(name))[0] for name in MODELS} == {*PLANS}
 
 
-BREAKS = ("local attention", "no mask", "streams in another order")
+BREAKS = ("local attention", "this rank's keys", "no mask", "streams in another order")
 
 
 @pytest.mark.slow
@@ -187,6 +197,7 @@ def test_a_break_is_noticed(batch: Batch, models: tuple[str, ...], what: str) ->
     apart = {"no mask": UNPADDED, "streams in another order": (*UNPADDED, *ONE_STREAM, "hunyuan_image")}
     padded = [Case(m, ragged=m in ragged, text=5 if m in ragged else 1) for m in models if m not in apart.get(what, ())]
     some = padded if what in apart else [Case(model) for model in models]
+    some = [Case("ltx2"), Case("ltx23")] if what == "this rank's keys" else some
     some = [case for case in some if available(case.model)]
     batch.check(2, compare, some, differs, 1, {"broken": what, "restored": False})
 
