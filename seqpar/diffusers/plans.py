@@ -179,7 +179,6 @@ PLANS: dict[str, Plan] = {
                 "audio_hidden_states": AUDIO,
                 "timestep": PER_TOKEN,
                 "audio_timestep": Cut("audio", dims=2),
-                "video_keyframes_mask": IMAGE,
             },
             "transformer_blocks.*": {
                 "video_rotary_emb": Cut("image", dim=-2),
