@@ -32,6 +32,7 @@ class Preset(NamedTuple):
     heads_per_kv: int = 1
     qk_to_v: float = 1.0  # head_dim of q and k / head_dim of v
     layouts: tuple[LayoutWord, ...] = ("zigzag",)  # compared for strategies that send K/V
+    seq_lens: tuple[int, ...] = (8192, 16384, 32768)  # on CUDA
 
 
 PRESETS: dict[str, Preset] = {
@@ -46,6 +47,18 @@ PRESETS: dict[str, Preset] = {
     "gqa": Preset("causal", "4 query heads per KV head, as in Llama 3 8B", heads_per_kv=4),
     "mla": Preset(
         "causal", "q and k one and a half times as wide as v, as in DeepSeek-V3 (192 and 128)", qk_to_v=1.5
+    ),
+    "video": Preset(
+        "full",
+        "all tokens see each other; on CUDA 75,600 tokens of video (81 frames of 720p in Wan 2.1) and 512 of text",
+        layouts=("contiguous",),
+        seq_lens=(76112,),
+    ),
+    "image": Preset(
+        "full",
+        "all tokens see each other; on CUDA 4,096 tokens of an image (1024 x 1024 in Flux) and 512 of text",
+        layouts=("contiguous",),
+        seq_lens=(4608,),
     ),
 }  # fmt: skip
 
@@ -184,7 +197,7 @@ class BenchConfig:
 
     def cases(self, world: int, cuda: bool) -> list[BenchCase]:
         """The combinations of preset, mask, ranks and length, short sequences first, for ``world`` started ranks."""
-        seq_lens = self.seq_len or ((8192, 16384, 32768) if cuda else (1024, 2048, 4096))
+        small = self.seq_len or (() if cuda else (1024, 2048, 4096))
         heads = self.heads or (32 if cuda else 8)
         head_dim = self.head_dim or (128 if cuda else 64)
         return [
@@ -200,7 +213,8 @@ class BenchConfig:
                 v_head_dim=head_dim,
                 dtype=self.dtype or ("bfloat16" if cuda else "float32"),
             )
-            for preset, ranks, seq_len in product(self.preset, self.ranks or (world,), sorted(seq_lens))
+            for preset, ranks in product(self.preset, self.ranks or (world,))
+            for seq_len in sorted(small or PRESETS[preset].seq_lens)
             for mask in self.mask or (PRESETS[preset].mask,)
         ]
 

@@ -35,11 +35,12 @@ def plan(
         bool, typer.Option("--measure", help="Plan for this machine: measure its rates, for a few seconds.")
     ] = False,
     mask: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}."
+            help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}.",
+            show_default="causal; full for models of diffusers",
         ),
-    ] = "causal",
+    ] = None,
     global_batch: Annotated[
         str | None,
         typer.Option(
@@ -92,7 +93,7 @@ def plan(
             tokens,
             gpus,
             machine,
-            mask_of(mask, tokens),
+            None if mask is None else mask_of(mask, tokens),
             global_batch=None if global_batch is None else read_batch(global_batch, tokens),
             batch=batch,
             replicas=dp,
@@ -115,7 +116,7 @@ def plan(
         with bad_options():
             typer.echo(made.code())
     else:
-        for line in table(made, mask, top):
+        for line in table(made, mask or ("full" if made.model.diffusion else "causal"), top):
             typer.echo(line)
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")

@@ -5,6 +5,6 @@
 """
 
 from .patch import parallelize, restore
-from .plans import Cut, Plan
+from .plans import Across, Cut, Plan
 
-__all__ = ["Cut", "Plan", "parallelize", "restore"]
+__all__ = ["Across", "Cut", "Plan", "parallelize", "restore"]

@@ -29,7 +29,7 @@ from ..scaled_dot_product import SdpaMode, original_sdpa, sdpa
 from ..sharding.same_rows import compare, compares_now
 from ..sharding.sharding import Sharding
 from ..sharding.spec import attention_spec
-from .plans import Cut, Plan, plan_of
+from .plans import Across, Cut, Plan, plan_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,6 +100,10 @@ def parallelize(
     for name, each in models.items():
         if any(_OWN in vars(m) for m in each.modules()):
             raise ValueError(f"{name}: it is parallelized already; call seqpar.diffusers.restore first")
+        for pattern in (*plan.cuts, *plan.attention) if plan is not None else ():
+            if not _matching(each, pattern):
+                children = ", ".join(child for child, _ in each.named_children())
+                raise ValueError(f"plan: {pattern!r} names no module of {type(each).__name__}, which has {children}")
     plans = [plan or plan_of(each) for each in models.values()]
     for each, its_plan in zip(models.values(), plans, strict=True):
         Patch(each, its_plan, mesh, group, arguments)
@@ -139,6 +143,7 @@ class Patch:
     Attributes:
         model: the transformer.
         plan: where its tokens are.
+        outputs: the modules whose outputs are gathered, with the stream of each.
         shardings: of streams with given lengths.
         ranks: the number of ranks.
         options: arguments of attention.
@@ -153,6 +158,7 @@ class Patch:
         options: Mapping[str, Any],
     ) -> None:
         self.model, self.plan, self.options = model, plan, options
+        self.outputs = {plan.output: plan.output_stream, **plan.other_outputs}
         self.shardings = lru_cache(maxsize=32)(partial(Sharding.segments, mesh=mesh, group=group))
         self.ranks = self.shardings((0,)).ranks
         self.modes = _Modes()
@@ -165,7 +171,8 @@ class Patch:
         model, plan = self.model, self.plan
         for pattern, cuts in plan.cuts.items():
             for name, module in _matching(model, pattern).items():
-                signature = _signature(name, module, cuts)
+                padding = plan.padding[1:] if plan.padding is not None and plan.padding[0] == pattern else ()
+                signature = _signature(name, module, (*cuts, *padding))
                 if module is model:
                     self._root_signature = signature
                 else:
@@ -173,11 +180,13 @@ class Patch:
                     self._undo.callback(hook.remove)
         for pattern, streams in plan.attention.items():
             for name, module in _matching(model, pattern).items():
-                self._wrap(module, partial(self._attention, name, streams))
-        output = _matching(model, plan.output)
-        if len(output) != 1:
-            raise ValueError(f"plan: output={plan.output!r} names {len(output)} modules of {type(model).__name__}")
-        self._undo.callback(output[plan.output].register_forward_hook(self._gather).remove)
+                self._wrap(module, partial(self._attention, name, streams, inspect.signature(module.forward)))
+        for pattern, stream in self.outputs.items():
+            outputs = _matching(model, pattern)
+            if not outputs:
+                raise ValueError(f"plan: output={pattern!r} names no module of {type(model).__name__}")
+            for output in outputs.values():
+                self._undo.callback(output.register_forward_hook(partial(self._gather, pattern, stream)).remove)
         self._wrap(model, self._forward)
         setattr(model, _OWN, self)
 
@@ -223,8 +232,9 @@ class Patch:
             if "" in self.plan.cuts:
                 args, kwargs = call.cut_arguments("", self._root_signature, args, kwargs)
             output = original(*args, **kwargs)
-        if not call.attended or not call.gathered:
-            what = "attention module" if not call.attended else self.plan.output
+        missing = ["attention module"] * (not call.attended) + [x for x in self.outputs if x not in call.gathered]
+        if missing:
+            what = missing[0]
             raise RuntimeError(f"model: it called no {what} of the plan, so tokens of other ranks had no effect on it")
         return output
 
@@ -248,17 +258,38 @@ class Patch:
 
     @no_compile
     def _attention(
-        self, name: str, streams: tuple[str, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        name: str,
+        streams: tuple[str, ...] | Across,
+        signature: inspect.Signature,
+        original: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """The forward of an attention module."""
-        with self.modes.now(name).inside(name, streams):
+        mode, keys = self.modes.now(name), "encoder_hidden_states"
+        if not mode.call.lengths:
+            mode.call.before_cuts.add(name)
+        elif (
+            not streams
+            and name not in mode.call.before_cuts
+            and keys in signature.parameters
+            and signature.bind(*args, **kwargs).arguments.get(keys) is None
+        ):
+            raise ValueError(
+                f"{name}: without {keys} its keys are this rank's tokens, but the plan says that every rank holds all "
+                "of them"
+            )
+        with mode.inside(name, streams):
             return original(*args, **kwargs)
 
     @no_compile
-    def _gather(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        call = self.modes.now(self.plan.output).call
-        call.gathered = True
-        return call.sharding((self.plan.output_stream,)).unshard(output, dim=1)
+    def _gather(self, pattern: str, stream: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        call = self.modes.now(pattern).call
+        if pattern in call.gathered:
+            raise RuntimeError(f"plan: the model called two modules of output={pattern!r}")
+        call.gathered.add(pattern)
+        return call.whole(output, stream, dim=1)
 
 
 def _set_forward(module: nn.Module, forward: Any) -> None:
@@ -273,9 +304,9 @@ def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if wanted.fullmatch(name)}
 
 
-def _signature(name: str, module: nn.Module, cuts: Mapping[str, Any]) -> inspect.Signature:
+def _signature(name: str, module: nn.Module, arguments: tuple[str, ...]) -> inspect.Signature:
     signature = inspect.signature(module.forward)
-    if missing := [argument for argument in cuts if argument not in signature.parameters]:
+    if missing := [argument for argument in arguments if argument not in signature.parameters]:
         raise ValueError(
             f"plan: {name or 'the model'} ({type(module).__name__}) takes no {missing[0]}, but "
             + ", ".join(signature.parameters)
@@ -304,15 +335,18 @@ class _Call:
     Attributes:
         lengths: tokens of each stream.
         rows: the real tokens of the padded stream, in each batch row; None: all are real, or no argument tells.
+        before_cuts: attention modules that have run on whole streams, such as a refiner of the text.
         attended: whether an attention module of the plan has run.
-        gathered: whether the output has been gathered.
+        gathered: the modules whose output has been gathered.
     """
 
     def __init__(self, patch: Patch) -> None:
         self.patch = patch
         self.lengths: dict[str, int] = {}
         self.rows: list[int] | None = None
-        self.attended = self.gathered = False
+        self.before_cuts: set[str] = set()
+        self.gathered: set[str] = set()
+        self.attended = False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -328,13 +362,10 @@ class _Call:
     @contextmanager
     def checkpoints(self) -> Iterator[None]:
         """Blocks that the model's gradient checkpointing computes again in backward belong to this call too."""
-        values = vars(self.patch.model)
-        original = values.get("_gradient_checkpointing_func")
-        if original is None:
-            yield
-            return
+        name = "_gradient_checkpointing_func"
+        originals = {m: vars(m)[name] for m in self.patch.model.modules() if vars(m).get(name) is not None}
 
-        def checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def checkpoint(original: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def again(*args: Any, **kwargs: Any) -> Any:
                 modes = self.patch.modes.running
                 with nullcontext() if modes and modes[-1].call is self else self.running():
@@ -342,11 +373,13 @@ class _Call:
 
             return original(again, *args, **kwargs)
 
-        values["_gradient_checkpointing_func"] = checkpoint
+        for module, original in originals.items():
+            vars(module)[name] = partial(checkpoint, original)
         try:
             yield
         finally:
-            values["_gradient_checkpointing_func"] = original
+            for module, original in originals.items():
+                vars(module)[name] = original
 
     def length(self, stream: str) -> int:
         """Tokens of the stream, with masked ones if there are fewer than ranks: model code slices ``[:, -text:]``."""
@@ -359,6 +392,10 @@ class _Call:
 
     def sharding(self, streams: tuple[str, ...]) -> Sharding:
         return self.patch.shardings(tuple(self.length(stream) for stream in streams))
+
+    def whole(self, x: Tensor, stream: str, dim: int) -> Tensor:
+        """All tokens of a stream, without masked ones."""
+        return self.sharding((stream,)).unshard(x, dim).narrow(dim, 0, self.lengths[stream])
 
     def cut_arguments(self, pattern: str, signature: inspect.Signature, args: Any, kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -417,7 +454,8 @@ class _Call:
         mask = mask.reshape(mask.shape[0], -1)  # [b, tokens]
         length = self.lengths[stream]
         if mask.shape[1] != length:
-            order = next(each for each in self.patch.plan.attention.values() if stream in each)
+            joint = [each for each in self.patch.plan.attention.values() if not isinstance(each, Across)]
+            order = next(each for each in joint if stream in each)
             lengths = [self.lengths[each] for each in order]
             if sum(lengths) != mask.shape[1]:
                 raise ValueError(
@@ -460,11 +498,11 @@ class _Attention(SdpaMode):
     def __init__(self, call: _Call) -> None:
         super().__init__()
         self.call = call
-        self.modules: list[tuple[str, tuple[str, ...]]] = []  # that are running, the inner one last
+        self.modules: list[tuple[str, tuple[str, ...] | Across]] = []  # that are running, the inner one last
         self.calls = 0
 
     @contextmanager
-    def inside(self, name: str, streams: tuple[str, ...]) -> Iterator[None]:
+    def inside(self, name: str, streams: tuple[str, ...] | Across) -> Iterator[None]:
         """In the block, the attention module ``name`` is running."""
         before, self.calls = self.calls, 0
         self.modules.append((name, streams))
@@ -509,6 +547,16 @@ class _Attention(SdpaMode):
             return original_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         name, streams = self.modules[-1]
         call = self.call
+        if isinstance(streams, Across):
+            lengths = tuple(call.sharding((stream,)).seq_local for stream in (streams.queries, streams.keys))
+            if (query.shape[2], key.shape[2]) != lengths or attn_mask is not None or is_causal:
+                raise ValueError(
+                    f"{name}: {query.shape[2]} queries and {key.shape[2]} keys, but this rank holds {lengths} tokens "
+                    f"of {streams.queries} and {streams.keys}, whose attention may have no mask"
+                )
+            self.calls += 1
+            key, value = (call.whole(x, streams.keys, dim=2) for x in (key, value))  # [b, h, s, d]
+            return original_sdpa(query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa)
         if not {query.shape[2], key.shape[2]} == {call.sharding(streams).seq_local}:
             raise ValueError(
                 f"{name}: {query.shape[2]} queries and {key.shape[2]} keys, but this rank holds "

@@ -129,12 +129,13 @@ def plan(
     sharded over all ranks (ZeRO-3). All choices compute the same number of sequences in a step.
 
     Args:
-        model: a name such as "llama3-8b", the path of a Hugging Face ``config.json``, a config object, a dict or a
-            ``ModelShape``.
-        seq_len: tokens of a sequence.
+        model: a name such as "llama3-8b", the path of a ``config.json`` of transformers or diffusers, a config object,
+            a dict or a ``ModelShape``.
+        seq_len: tokens of a sequence. For a model of diffusers, the tokens of the image or video, and those of the text
+            if both are in one attention.
         ranks: GPUs of all replicas.
         hardware: a name ("a100", "h100", "h200", "b200", "mi300x"), a YAML or JSON file, a dict or a ``Hardware``.
-        mask: which keys each query sees; by default ``Mask.causal()``.
+        mask: which keys each query sees; by default ``Mask.causal()``, and ``Mask.full()`` for models of diffusers.
         global_batch: sequences of a step. Replicas that compute fewer at a time accumulate gradients. By default the
             smallest number that every choice that fits can compute.
         batch: sequences that each data-parallel replica computes at a time.
@@ -160,7 +161,7 @@ def plan(
         >>> plan.best.strategy, plan.best.degrees, plan.best.reason
     """
     shape, gpus = model_of(model), hardware_of(hardware)
-    mask = Mask.causal() if mask is None else mask
+    mask = (Mask.full() if shape.diffusion else Mask.causal()) if mask is None else mask
     numbers = {"seq_len": seq_len, "ranks": ranks, "batch": batch}
     optional = {"global_batch": global_batch, "replicas": replicas, "head_groups": head_groups}
     for name, value in {**numbers, **{k: x for k, x in optional.items() if x is not None}}.items():
@@ -190,6 +191,11 @@ def plan(
     kinds = shape.masks(mask, seq_len)
     pairs = sum(count * visible_pairs(layer_mask, seq_len) for count, layer_mask in kinds) // shape.layers
     switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
+    if shape.diffusion:  # what seqpar.diffusers and the models' own gradient checkpointing have
+        plain = [x for x in switches if not (x.offload or x.tiled_mlp or x.head_groups > 1)]
+        switches = [x for x in plain if x.recompute in ("none", "full")]
+        if not switches:
+            raise ValueError(f"model: {shape.name} has recompute='none' or 'full' only, and no other switch")
     if not switches:
         raise ValueError("offload=True, recompute='none': offloading needs recompute='keep_attention' or 'full'")
     compared = list(settings(base, ranks, replicas))

@@ -20,8 +20,10 @@ def code(
     """A training loop for a choice. The arguments after it are the plan's.
 
     Raises:
-        ValueError: the choice needs a switch that the package lacks.
+        ValueError: the choice needs a switch that the package lacks, or it is for a model of diffusers.
     """
+    if model.diffusion:
+        raise ValueError(f"model: no loop is printed for {model.name} of diffusers; examples/video.py is one")
     if choice.needs:
         raise ValueError(f"the choice needs what the package lacks: {', '.join(choice.needs)}")
     dp, ring, ulysses, tensor = (choice.degrees[name] for name in ("dp", "ring", "ulysses", "tp"))

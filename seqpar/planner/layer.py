@@ -60,6 +60,7 @@ class RankTimeline:
         if attention:
             self.attention(timeline)
         self._linear(timeline, "output projection", summed=output)
+        timeline.compute("cross-attention", self._cross_seconds())
         self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
         self._memory_bound(timeline, "copies to experts", 4 * m.copies * m.hidden)
         self._linear(timeline, "MLP", gathered=up)
@@ -79,6 +80,7 @@ class RankTimeline:
         self._memory_bound(timeline, "copies to experts", 8 * m.copies * m.hidden)
         self._linear(timeline, "MLP", gathered=up, summed=up)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
+        timeline.compute("cross-attention", 2 * self._cross_seconds())
         self._linear(timeline, "output projection", gathered=2 * output)
         if self._head_groups > 1:
             timeline.compute("q, k, v, output projection", qkv + output)
@@ -108,6 +110,11 @@ class RankTimeline:
             read = ELEMENT_BYTES * m.mlp_parameters / (3 if m.gated else 2) / s.tensor
             one_matrix = max(one_matrix, read / s.hardware.memory_bandwidth)
         return one_matrix * (2 if m.gated else 1), one_matrix
+
+    def _cross_seconds(self) -> float:
+        """Seconds of cross-attention in forward: two projections, and two products with the keys and values."""
+        m = self.setting.model
+        return self._gemm_seconds(m.cross_parameters + 2 * m.d * m.cross_tokens)
 
     def _gemm_seconds(self, weights: float) -> float:
         """Seconds in which this rank multiplies the tokens of all tensor-parallel ranks by its shard of a weight.

@@ -120,6 +120,8 @@ def layer_activations(
     if recompute != "none":
         return sum(_checkpointed(setting, recompute))
     nbytes: float = 4 * ELEMENT_BYTES * m.hidden * tokens  # both norms' inputs and outputs
+    if m.cross_tokens:  # the norm's input and output, q and out
+        nbytes += ELEMENT_BYTES * (2 * m.hidden + 2 * m.d) * tokens
     nbytes += _attention_activations(setting) if head_groups == 1 else 0  # groups are recomputed
     return nbytes + (0 if tiled_mlp else ELEMENT_BYTES * _mlp_elements(m) * tokens)
 
@@ -169,9 +171,10 @@ def memory(setting: Setting, switches: Switches) -> Memory:
     layer = layer_activations(s, switches.recompute, switches.tiled_mlp, switches.head_groups)
     kept = 2 * layer if switches.offload else m.layers * layer  # offloaded: of the layer being copied and the next one
     kept += 2 * ELEMENT_BYTES * m.hidden * tokens  # the output of the embedding and the input of the head
-    if switches.chunked_loss:
-        logits: float = _LOSS_CHUNK_BYTES + ELEMENT_BYTES * m.hidden * tokens
-    else:
+    logits = 0.0
+    if m.vocab and switches.chunked_loss:
+        logits = _LOSS_CHUNK_BYTES + ELEMENT_BYTES * m.hidden * tokens
+    elif m.vocab:
         logits = _LOGIT_BYTES * tokens * m.vocab / s.tensor
     return Memory(
         states=s.state_bytes * m.parameters / s.state_ranks,

@@ -10,12 +10,13 @@ from typing import Any
 
 from ..base.checks import check_choice, check_int
 from ..masks.mask import Mask
+from .diffusion import shape_of
 from .hardware import read_mapping
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder.
+    """The sizes of a decoder, or of a transformer of diffusers.
 
     Layers may differ in the width of their MLP (``dense_layers``) and in the keys that their queries see
     (``local_layers``). Everything else is the same in all layers.
@@ -43,6 +44,9 @@ class ModelShape:
         local_layers: layers whose queries see ``local_tokens`` keys at most. The other layers have the full mask.
         local_tokens: the size of the sliding window or of the chunks of ``local_layers``.
         chunked: whether ``local_layers`` have chunks (Llama 4) instead of sliding windows.
+        diffusion: whether it is a transformer of diffusers, in which all tokens see each other.
+        cross_tokens: keys of each layer's cross-attention, which every rank holds; 0 without cross-attention.
+        other_weights: weights that multiply no token of the sequence, but the text or a row's timestep, in all layers.
     """
 
     name: str
@@ -67,6 +71,9 @@ class ModelShape:
     local_layers: int = 0
     local_tokens: int = 0
     chunked: bool = False
+    diffusion: bool = False
+    cross_tokens: int = 0
+    other_weights: int = 0
 
     def masks(self, mask: Mask, seq_len: int) -> list[tuple[int, Mask]]:
         """The masks of the layers when a sequence of ``seq_len`` tokens has ``mask``.
@@ -139,9 +146,15 @@ class ModelShape:
         return self.qkv_parameters + self.d_out * self.hidden
 
     @property
+    def cross_parameters(self) -> int:
+        """Number of weights of one layer's cross-attention that multiply the sequence's tokens."""
+        return 2 * self.d * self.hidden if self.cross_tokens else 0
+
+    @property
     def layer_parameters(self) -> float:
         """Number of weights of one layer, averaged over the layers, without norms, biases and routers."""
-        return self.attention_parameters + self.mlp_parameters
+        others = self.cross_parameters + self.other_weights / self.layers
+        return self.attention_parameters + self.mlp_parameters + others
 
     @property
     def mlp_parameters(self) -> float:
@@ -157,7 +170,7 @@ class ModelShape:
     @property
     def multiplied_parameters(self) -> float:
         """Number of weights that one token is multiplied by: of its active experts only, and without the embedding."""
-        layer = self.attention_parameters + self._weights_per_width * self.mlp_width
+        layer = self.attention_parameters + self.cross_parameters + self._weights_per_width * self.mlp_width
         return self.layers * layer + self.vocab * self.hidden
 
     @property
@@ -174,6 +187,7 @@ class ModelShape:
             tokens: number of tokens.
             pairs: number of visible pairs of a query and a key in one layer, averaged over the layers.
         """
+        pairs += tokens * self.cross_tokens
         return 6.0 * self.multiplied_parameters * tokens + 6.0 * self.layers * (self.d + self.d_out) * pairs
 
 
@@ -181,8 +195,9 @@ def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelS
     """The ``ModelShape`` of a model. Nothing is read from the network.
 
     Args:
-        value: a name of ``MODELS``, the path of a Hugging Face ``config.json`` or of its folder, a config object, a
-            mapping with the entries of a ``config.json``, or a ``ModelShape``, which is returned as it is.
+        value: a name of ``MODELS``, the path of a ``config.json`` of transformers or diffusers or of its folder, a
+            config object, a mapping with the entries of a ``config.json``, or a ``ModelShape``, which is returned as
+            it is.
 
     Raises:
         TypeError: ``value`` has another type.
@@ -201,7 +216,7 @@ def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelS
         check_choice("model", str(value).lower(), MODELS)
         return MODELS[str(value).lower()]
     if isinstance(value, Mapping):
-        return _of_config(value, str(value.get("model_type", "model")))
+        return _of_config(value, str(value.get("model_type", value.get("_class_name", "model"))))
     if callable(getattr(value, "to_dict", None)):
         return _of_config(value.to_dict(), str(getattr(value, "model_type", "model")))
     raise TypeError(f"model={value!r}: expected a name, the path of a config.json, a config object or a dict")
@@ -221,6 +236,8 @@ _FULL_EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "llama4_text": 4, "o
 
 def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     """The shape of a Hugging Face configuration, called ``name``."""
+    if "_class_name" in config:
+        return ModelShape(name, **shape_of(config))
     config = config.get("text_config") or config  # multimodal models have one configuration for each part
 
     def size(*names: str, default: int | None = None) -> int:
@@ -245,7 +262,7 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
     head_dim = size("qk_nope_head_dim") + shared if latent else size("head_dim", default=hidden // heads)
     width = size("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden)
     experts = size("num_experts", "num_local_experts", "n_routed_experts", default=1)
-    moe: dict[str, int] = {}
+    moe: dict[str, Any] = {}
     if experts > 1:
         expert_width = size("moe_intermediate_size", default=width)
         shared_width = size("shared_expert_intermediate_size", default=0)

@@ -44,8 +44,8 @@ def splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]
             continue  # some ranks would have no heads, or each would have little to compute between transfers
         if tensor > base.hardware.gpus_per_host:
             continue  # tensor parallelism between hosts: every layer would wait for it
-        if tensor > 1 and (base.model.experts or base.model.kv_rank):
-            continue  # the package has tensor-parallel layers for neither experts nor latents
+        if tensor > 1 and (base.model.experts or base.model.kv_rank or base.model.diffusion):
+            continue  # the package has tensor-parallel layers for neither experts nor latents nor models of diffusers
         yield replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // sequence_ranks)
 
 

@@ -86,7 +86,8 @@ def test_cases_are_every_combination() -> None:
     shapes = {case.preset: (case.mask, case.kv_heads, case.head_dim, case.v_head_dim) for case in cases}
     assert shapes["gqa"] == ("causal", 2, 64, 64)
     assert shapes["mla"] == ("causal", 8, 96, 64)
-    assert shapes["packed"][0] == "mix:magi"
+    assert shapes["packed"][0] == "mix:magi" and shapes["video"][0] == "full"
+    assert [case.seq_len for case in BenchConfig(preset=("image", "video")).cases(1, cuda=True)] == [4608, 76112]
     for case in cases:
         assert case.make_mask().batch >= 1
 

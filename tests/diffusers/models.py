@@ -45,10 +45,11 @@ class Case:
         return real
 
 
-def make(case: Case, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Any]]:
-    """A model and its inputs; those in floating point require gradients."""
+def make(case: Case, seed: int) -> tuple[Any, dict[str, Any]]:
+    """A model and its inputs, in float64 if its code can compute in float64; some inputs require gradients."""
     import diffusers
 
+    dtype = torch.float32 if case.model in FLOAT32 else torch.float64
     torch.manual_seed(seed)
     name, config, inputs = MODELS[case.model](case)
     model = getattr(diffusers, name)(**config)
@@ -58,13 +59,26 @@ def make(case: Case, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Any
 
     def ready(x: Any, key: str = "") -> Any:
         if isinstance(x, list):
-            return [ready(each) for each in x]
+            return [ready(each, key) for each in x]
         return x.to(dtype).requires_grad_(key in GRADIENTS) if isinstance(x, Tensor) and x.is_floating_point() else x
 
     return nn.Module.to(model, dtype), {key: ready(x, key) for key, x in inputs.items()}  # diffusers' own warns
 
 
-GRADIENTS = ("hidden_states", "encoder_hidden_states", "pooled_projections")
+FLOAT32 = ("cosmos", "cosmos_frames")
+
+
+def available(model: str) -> bool:
+    """Whether the installed diffusers has the class of the model."""
+    import diffusers
+
+    return hasattr(diffusers, MODELS[model](Case(model))[0])
+
+
+GRADIENTS = (
+    "hidden_states", "encoder_hidden_states", "pooled_projections", "text_encoder_layers", "x", "cap_feats",
+    "audio_hidden_states",
+)  # fmt: skip
 
 
 def times() -> Tensor:
@@ -390,6 +404,323 @@ def cogview4(case: Case) -> Any:
     return "CogView4Transformer2DModel", config, inputs
 
 
+def easyanimate(case: Case) -> Any:
+    config = {
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "patch_size": 2,
+        "time_embed_dim": 8,
+        "text_embed_dim": 10,
+        "num_layers": 3,
+        "mmdit_layers": 2,
+    }
+    return "EasyAnimateTransformer3DModel", config, video(case)
+
+
+def glm_image(case: Case) -> Any:
+    config = {
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 16,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 2,
+        "text_embed_dim": 10,
+        "time_embed_dim": 8,
+        "condition_dim": 4,
+        "prior_vq_quantizer_codebook_size": 7,
+    }
+    inputs = {
+        **packed(case),
+        "hidden_states": torch.randn(BATCH, 4, 6, 10),
+        "prior_token_id": torch.randint(0, 7, (BATCH, 15)),
+        "prior_token_drop": torch.zeros(BATCH, 15, dtype=torch.bool),
+        "target_size": torch.rand(BATCH, 2) * 100,
+        "crop_coords": torch.rand(BATCH, 2) * 100,
+    }
+    return "GlmImageTransformer2DModel", config, inputs
+
+
+def cogview3(case: Case) -> Any:
+    _, config, inputs = cogview4(case)
+    del config["rope_axes_dim"]
+    return "CogView3PlusTransformer2DModel", config, inputs
+
+
+def chronoedit(case: Case) -> Any:
+    _, config, inputs = wan(case)
+    return "ChronoEditTransformer3DModel", config, inputs
+
+
+def wan_vace(case: Case) -> Any:
+    _, config, inputs = wan(case, vace_layers=[0, 1], vace_in_channels=5)
+    return "WanVACETransformer3DModel", config, {**inputs, "control_hidden_states": torch.randn(BATCH, 5, 3, 6, 10)}
+
+
+def bria_fibo(case: Case) -> Any:
+    name, config, inputs = flux_like(case, "BriaFiboTransformer2DModel")
+    del inputs["pooled_projections"]
+    layers = [torch.randn(BATCH, case.text, 9) for _ in range(4)]
+    return name, {**config, "text_encoder_dim": 9}, {**inputs, "text_encoder_layers": layers}
+
+
+def flux3(case: Case) -> Any:
+    config = {
+        "in_channels": 6,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": case.heads,
+        "joint_attention_dim": 10,
+        "timestep_channels": 8,
+        "axes_dims_rope": (4, 4, 4, 4),
+    }
+    return (
+        "Flux3Transformer2DModel",
+        config,
+        {**packed(case), "img_ids": ids(13, 4), "txt_ids": ids(case.text, 4)},
+    )
+
+
+def hunyuan_image(case: Case) -> Any:
+    config = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "num_single_layers": 2,
+        "num_refiner_layers": 1,
+        "text_embed_dim": 10,
+        "text_embed_2_dim": 8,
+        "rope_axes_dim": (8, 8),
+    }
+    inputs = {
+        **packed(case),
+        "hidden_states": torch.randn(BATCH, 4, 3, 5),
+        "encoder_attention_mask": case.real,
+        "encoder_hidden_states_2": torch.randn(BATCH, 3, 8),
+        "encoder_attention_mask_2": torch.tensor([[True, True, True], [True, not case.ragged, not case.ragged]]),
+    }
+    return "HunyuanImageTransformer2DModel", config, inputs
+
+
+def auraflow(case: Case) -> Any:
+    config = {
+        "sample_size": 12,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_mmdit_layers": 2,
+        "num_single_dit_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": case.heads,
+        "joint_attention_dim": 10,
+        "caption_projection_dim": case.heads * 16,
+        "pos_embed_max_size": 36,
+    }
+    return "AuraFlowTransformer2DModel", config, {**packed(case), "hidden_states": torch.randn(BATCH, 4, 6, 10)}
+
+
+def pixart(case: Case) -> Any:
+    config = {
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "cross_attention_dim": case.heads * 16,
+        "sample_size": 12,
+        "caption_channels": 10,
+        "use_additional_conditions": False,
+    }
+    inputs = {**packed(case), "hidden_states": torch.randn(BATCH, 4, 6, 10), "encoder_attention_mask": case.real.long()}
+    return "PixArtTransformer2DModel", config, inputs
+
+
+def cosmos(case: Case) -> Any:
+    config = {
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 16,
+        "num_layers": 2,
+        "text_embed_dim": 10,
+        "adaln_lora_dim": 6,
+        "max_size": (4, 12, 12),
+        "concat_padding_mask": False,
+        "controlnet_block_every_n": 1,
+    }
+    return "CosmosTransformer3DModel", config, {**video(case), "attention_mask": case.real}
+
+
+def cosmos_frames(case: Case) -> Any:
+    name, config, inputs = cosmos(case)
+    control = [torch.randn(BATCH, 45, case.heads * 16) for _ in range(2)]
+    times = {"timestep": torch.rand(BATCH, 1, 3, 1, 1), "block_controlnet_hidden_states": control}
+    return name, config, {**inputs, **times}
+
+
+def z_image(case: Case) -> Any:
+    config = {
+        "in_channels": 4,
+        "dim": case.heads * 16,
+        "n_layers": 2,
+        "n_refiner_layers": 1,
+        "n_heads": case.heads,
+        "n_kv_heads": case.heads,
+        "cap_feat_dim": 10,
+        "axes_dims": [4, 4, 8],
+        "axes_lens": [200, 16, 16],
+    }
+    # The model pads each text to a multiple of 32 tokens.
+    texts = [torch.randn(case.text + 32 * (case.ragged and row == 0), 10) for row in range(BATCH)]
+    return (
+        "ZImageTransformer2DModel",
+        config,
+        {"x": [torch.randn(4, 1, 6, 10) for _ in range(BATCH)], "t": times(), "cap_feats": texts},
+    )
+
+
+def z_image_edit(case: Case) -> Any:
+    """Two images and three texts a row, of which the first image is given."""
+    name, config, inputs = z_image(case)
+    images = [[image[:, :, :4], image] for image in inputs["x"]]
+    texts = [[text, text[:1], text[:2]] for text in inputs["cap_feats"]]
+    more = {"siglip_feats": [[torch.randn(2, 3, 7), None] for _ in range(BATCH)], "image_noise_mask": [[0, 1]] * BATCH}
+    return name, {**config, "siglip_feat_dim": 7}, {**inputs, "x": images, "cap_feats": texts, **more}
+
+
+def lumina2(case: Case) -> Any:
+    config = {
+        "sample_size": 12,
+        "in_channels": 4,
+        "hidden_size": case.heads * 16,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "num_attention_heads": case.heads,
+        "num_kv_heads": 1,
+        "multiple_of": 8,
+        "axes_dim_rope": (4, 4, 8),
+        "axes_lens": (60, 16, 16),
+        "cap_feat_dim": 10,
+    }
+    inputs = {**packed(case), "hidden_states": torch.randn(BATCH, 4, 6, 10), "encoder_attention_mask": case.real}
+    return "Lumina2Transformer2DModel", config, inputs
+
+
+def joyimage(case: Case, rope_type: str = "mrope") -> Any:
+    config = {
+        "in_channels": 4,
+        "hidden_size": case.heads * 16,
+        "num_attention_heads": case.heads,
+        "text_dim": 10,
+        "num_layers": 2,
+        "rope_dim_list": [4, 4, 8],
+        "rope_type": rope_type,
+    }
+    return "JoyImageEditTransformer3DModel", config, video(case)
+
+
+def krea2(case: Case) -> Any:
+    config = {
+        "in_channels": 6,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+        "timestep_embed_dim": 8,
+        "text_hidden_dim": 12,
+        "num_text_layers": 2,
+        "text_num_attention_heads": 3,
+        "text_num_key_value_heads": 3,
+        "text_intermediate_size": 8,
+        "num_layerwise_text_blocks": 1,
+        "num_refiner_text_blocks": 1,
+        "axes_dims_rope": (4, 4, 8),
+    }
+    inputs = {
+        **packed(case),
+        "encoder_hidden_states": torch.randn(BATCH, case.text, 2, 12),
+        "position_ids": ids(case.text + 13, 3),
+        "encoder_attention_mask": case.real,
+    }
+    return "Krea2Transformer2DModel", config, inputs
+
+
+def minimax(case: Case) -> Any:
+    config = {
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 12,
+        "hidden_size": 20,
+        "num_layers": 2,
+        "num_refiner_layers": 1,
+        "ffn_dim": 16,
+        "in_channels": 2,
+        "audio_in_channels": 3,
+        "text_dim": 10,
+        "freq_dim": 8,
+        "time_embed_hidden_dim": 8,
+        "time_embed_dim": 6,
+        "rope_freq_dim": 2,
+    }
+    lengths = case.text, 13, 4  # text, video, audio
+    text, image, sound = torch.randperm(sum(lengths)).split(lengths)
+    tags = torch.zeros(sum(lengths), dtype=torch.long)
+    tags[image], tags[sound] = 1, 2
+    inputs = {
+        **packed(case, channels=8),
+        "audio_hidden_states": torch.randn(BATCH, 4, 3),
+        "timestep": torch.rand(2),
+        "timestep_indices": torch.randint(0, 2, tags.shape),
+        "token_tags": tags,
+        "position_ids": torch.randint(0, 9, (len(tags), 3)),
+        "video_indices": image,
+        "audio_indices": sound,
+        "text_indices": text,
+    }
+    return "MiniMaxH3Transformer3DModel", config, inputs
+
+
+def ltx2(case: Case, rope: str = "interleaved") -> Any:
+    config = {
+        "in_channels": 6,
+        "out_channels": 6,
+        "num_attention_heads": case.heads,
+        "attention_head_dim": 12,
+        "cross_attention_dim": case.heads * 12,
+        "audio_in_channels": 5,
+        "audio_out_channels": 5,
+        "audio_num_attention_heads": case.heads,
+        "audio_attention_head_dim": 8,
+        "audio_cross_attention_dim": case.heads * 8,
+        "num_layers": 2,
+        "caption_channels": 10,
+        "rope_type": rope,
+    }
+    inputs = {
+        **packed(case, tokens=30),
+        "audio_hidden_states": torch.randn(BATCH, case.text, 5),
+        "audio_encoder_hidden_states": torch.randn(BATCH, case.text, 10),
+        "timestep": torch.rand(BATCH, 30) if rope == "split" else times(),
+        "audio_timestep": times(),
+        "sigma": times(),
+        "encoder_attention_mask": case.real.float(),
+        "num_frames": 2,
+        "height": 3,
+        "width": 5,
+        "audio_num_frames": case.text,
+    }
+    return "LTX2VideoTransformer3DModel", config, inputs
+
+
+def ltx23(case: Case) -> Any:
+    """Rotary tables for each head, gates, and modulated text, as LTX-2.3 has; a timestep for each token."""
+    name, config, inputs = ltx2(case, "split")
+    more = {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True}
+    return name, {**config, **more}, inputs
+
+
 MODELS: dict[str, Callable[[Case], Any]] = {
     "flux": flux,
     "flux_control": flux_control,
@@ -415,5 +746,39 @@ MODELS: dict[str, Callable[[Case], Any]] = {
     "bria": bria,
     "ovis": ovis,
     "longcat": longcat,
+    "easyanimate": easyanimate,
+    "glm_image": glm_image,
+    "cogview3": cogview3,
+    "chronoedit": chronoedit,
+    "wan_vace": wan_vace,
+    "bria_fibo": bria_fibo,
+    "flux3": flux3,
+    "hunyuan_image": hunyuan_image,
+    "auraflow": auraflow,
+    "pixart": pixart,
+    "cosmos": cosmos,
+    "cosmos_frames": cosmos_frames,
+    "z_image": z_image,
+    "z_image_edit": z_image_edit,
+    "lumina2": lumina2,
+    "joyimage": joyimage,
+    "krea2": krea2,
+    "minimax": minimax,
+    "ltx2": ltx2,
+    "ltx23": ltx23,
 }
-MASKED = ("chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan_replace", "hunyuan15", "ltx")
+MASKED = (
+    "chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan_replace", "hunyuan15", "ltx", "hunyuan_image",
+    "pixart", "cosmos", "z_image", "z_image_edit", "lumina2", "krea2",
+)  # fmt: skip
+# Models whose code casts to float32 what comes from other tokens, so that ranks sum rounded gradients.
+ROUNDED = (
+    "wan", "wan_per_token", "wan_image", "skyreels", "chronoedit", "wan_vace", "easyanimate", "z_image",
+    "z_image_edit", "lumina2", *FLOAT32,
+)  # fmt: skip
+# Models whose sharded attention has no padding: a text is in the keys of cross-attention, or has 8 learned tokens more.
+UNPADDED = (
+    "wan", "wan_per_token", "wan_image", "ltx", "ltx_per_token", "skyreels", "chronoedit", "wan_vace", "auraflow",
+    "pixart", "minimax", "ltx2", "ltx23", *FLOAT32,
+)  # fmt: skip
+ONE_STREAM = ("z_image", "z_image_edit", "lumina2")

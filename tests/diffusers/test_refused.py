@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..observe import message_of
 from ..pool import Pool, on_ranks
-from .models import Case, make
+from .models import Case, available, make
 
 diffusers = pytest.importorskip("diffusers")
 from seqpar.diffusers import Cut, Plan, parallelize, restore  # noqa: E402
@@ -56,7 +56,10 @@ def test_a_changed_forward_needs_a_plan() -> None:
     ("plan", "message"),
     [
         (Plan({"blocks.0": {"hidden": Cut("image")}}, WAN.attention), "takes no hidden, but hidden_states"),
-        (Plan(WAN.cuts, WAN.attention, output="out"), "names 0 modules"),
+        (Plan(WAN.cuts, WAN.attention, output="out"), "output='out' names no module"),
+        (Plan({**WAN.cuts, "block.0": {}}, WAN.attention), "'block.0' names no module of WanTransformer3DModel, which"),
+        (Plan(WAN.cuts, {**WAN.attention, "blocks.attn1": ()}), "'blocks.attn1' names no module"),
+        (Plan(WAN.cuts, WAN.attention, padding=("blocks.0", "mask"), padded_stream="image"), "takes no mask, but"),
     ],
 )
 def test_plans_are_compared_with_the_model(plan: Plan, message: str) -> None:
@@ -69,7 +72,12 @@ def test_plans_are_compared_with_the_model(plan: Plan, message: str) -> None:
     ("plan", "message"),
     [
         (Plan(WAN.cuts, {"blocks.*.attn1": ("image",)}), "outside of the attention modules of the plan"),
-        (Plan({"blocks.*": {"rotary_emb": Cut("table")}}, WAN.attention), "no argument with them has been cut"),
+        (
+            Plan(
+                {**WAN.cuts, "blocks.0": {}, "blocks.*": {"encoder_hidden_states": Cut("image", dims=4)}}, WAN.attention
+            ),
+            "no argument with them has been cut",
+        ),
         (Plan({**WAN.cuts, "": {"timestep": Cut("image", dim=0)}}, WAN.attention), "but there are 2 image tokens"),
     ],
 )
@@ -77,6 +85,21 @@ def test_plans_that_forget_something_are_noticed(plan: Plan, message: str) -> No
     model, inputs = make(Case("wan"), 0)
     parallelize(model, plan=plan)
     assert message in message_of(lambda: call(model, inputs))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention": {"blocks.*.attn1": "image"}}, "attention['blocks.*.attn1']='image': expected a tuple"),
+        ({"attention": {"blocks.*.attn1": ("image", "text")}}, "no argument is cut for the stream 'text', only for"),
+        ({"output_stream": "video"}, "no argument is cut for the stream 'video'"),
+        ({"cuts": {"": {"timestep": "image"}}}, "cuts['']['timestep']='image': expected a Cut"),
+        ({"padding": ("", "mask"), "padded_stream": "image"}, "its module has no cuts; modules with cuts: ['blocks.0"),
+    ],
+)
+def test_plans_that_contradict_themselves_are_refused(arguments: dict[str, Any], message: str) -> None:
+    usual = {"cuts": {"blocks.0": {"hidden_states": Cut("image")}}, "attention": WAN.attention}
+    assert message in message_of(lambda: Plan(**{**usual, **arguments}))
 
 
 def test_another_attention_backend_is_noticed() -> None:
@@ -91,6 +114,12 @@ def test_another_attention_backend_is_noticed() -> None:
     model.transformer_blocks[1].attn.processor = Processor()
     message = message_of(lambda: call(model, inputs))
     assert "transformer_blocks.1.attn: 0 calls" in message and "Processor" in message and "'own'" in message
+
+
+def test_cross_attention_to_this_rank_s_tokens_is_refused() -> None:
+    model, inputs = make(Case("wan"), 0)
+    parallelize(model, plan=Plan(WAN.cuts, {**WAN.attention, "blocks.*.attn1": ()}))
+    assert "blocks.0.attn1: without encoder_hidden_states" in message_of(lambda: call(model, inputs))
 
 
 def test_another_operator_is_noticed() -> None:
@@ -144,7 +173,13 @@ def call_with_other_frames(group: ProcessGroup) -> list[str]:
     model, inputs = make(Case("skyreels"), 0)
     parallelize(model, group=group)
     forcing = {**inputs, "timestep": torch.rand(2, 3).double(), "enable_diffusion_forcing": True}
-    return [*found, message_of(lambda: call(model, forcing))]
+    found.append(message_of(lambda: call(model, forcing)))
+    if not available("flux3"):
+        return found
+    model, inputs = make(Case("flux3"), 0)
+    parallelize(model, group=group)
+    given = {"image_cond_hidden_states": inputs["hidden_states"], "image_cond_ids": inputs["img_ids"]}
+    return [*found, message_of(lambda: call(model, {**inputs, **given}))]
 
 
 def test_reference_images_and_diffusion_forcing_are_refused(pool: Pool) -> None:

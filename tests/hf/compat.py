@@ -1,7 +1,7 @@
-"""``make compat``: runs all tests of ``seqpar.hf`` with the oldest and newest versions of its dependencies.
+"""``make compat``: runs all tests of ``seqpar.hf`` and ``seqpar.diffusers`` with the oldest and newest dependencies.
 
-Each set of versions has an environment of its own in .compat/. The results are written to a table in
-docs/huggingface.md.
+Each set of versions has an environment of its own in .compat/. The results are written to tables in
+docs/huggingface.md and docs/diffusers.md. The names of test folders, such as tests/diffusers, run only these.
 """
 
 from __future__ import annotations
@@ -12,18 +12,37 @@ import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "huggingface.md"
 BEGIN, END = "<!-- make compat -->", "<!-- /make compat -->"
-PACKAGES = ("transformers", "accelerate", "peft", "trl", "torch")
-TESTS = ("--numprocesses", "2", "--dist", "loadfile", "tests/hf")
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 CPU_INDEX = os.environ.get("CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 NEEDED = ("datasets", "hypothesis", "pytest", "pytest-xdist", "torchdata", "triton")
-SETS = {
-    "oldest": ("transformers==5.23.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.9.0"),
-    "newest": ("transformers", "accelerate", "peft", "trl"),
+
+
+class Suite(NamedTuple):
+    """A folder of tests: the page with its table, the packages whose versions the table has, and sets of versions."""
+
+    page: str
+    packages: tuple[str, ...]
+    sets: dict[str, tuple[str, ...]]
+
+
+SUITES = {
+    "tests/hf": Suite(
+        "docs/huggingface.md",
+        ("transformers", "accelerate", "peft", "trl", "torch"),
+        {
+            "oldest": ("transformers==5.23.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.9.0"),
+            "newest": ("transformers", "accelerate", "peft", "trl"),
+        },
+    ),
+    "tests/diffusers": Suite(
+        "docs/diffusers.md",
+        ("diffusers", "peft", "torch"),
+        {"oldest diffusers": ("diffusers==0.40.0", "peft==0.18.0"), "newest diffusers": ("diffusers", "peft")},
+    ),
 }
 
 
@@ -41,31 +60,47 @@ def python_of(name: str, versions: tuple[str, ...]) -> Path:
     return python
 
 
-def row(name: str, versions: tuple[str, ...]) -> tuple[str, bool]:
+def row(tests: str, name: str) -> tuple[str, bool]:
     """A row of the table, and whether all tests passed."""
-    python = python_of(name, versions)
+    suite = SUITES[tests]
+    python = python_of(name, suite.sets[name])
     folder = python.parent.parent
     found = next(folder.glob("lib/python*/site-packages"))
     installed = {d.metadata["Name"].lower(): d.version for d in distributions(path=[str(found)])}
-    command = [str(python), "-m", "pytest", "--quiet", "--no-header", *TESTS]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "--quiet",
+        "--no-header",
+        "--numprocesses",
+        "2",
+        "--dist",
+        "loadfile",
+        tests,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     last = done.stdout.strip().splitlines()[-1]
     print(f"{name}: {last}", file=sys.stderr)
     if done.returncode:
         print(done.stdout[-5000:], file=sys.stderr)
     counts = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|error)", last))
-    cells = [name, *(installed.get(package, "-") for package in PACKAGES), counts]
+    cells = [name.split()[0], *(installed.get(package, "-") for package in suite.packages), counts]
     return f"| {' | '.join(cells)} |", done.returncode == 0
 
 
 def main() -> int:
-    rows = [row(name, versions) for name, versions in SETS.items()]
-    header = ["versions", *("TRL" if package == "trl" else package for package in PACKAGES), "tests"]
-    table = [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(line for line, _ in rows)]
-    text = PAGE.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    PAGE.write_text(before + "\n".join([BEGIN, "", *table, "", END]) + after)
-    return 0 if all(passed for _, passed in rows) else 1
+    passed = True
+    for tests in sys.argv[1:] or SUITES:
+        suite = SUITES[tests]
+        rows = [row(tests, name) for name in suite.sets]
+        header = ["versions", *("TRL" if package == "trl" else package for package in suite.packages), "tests"]
+        table = [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *(line for line, _ in rows)]
+        page = ROOT / suite.page
+        before, rest = page.read_text().split(BEGIN)
+        page.write_text(before + "\n".join([BEGIN, "", *table, "", END]) + rest.split(END)[1])
+        passed &= all(ok for _, ok in rows)
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
