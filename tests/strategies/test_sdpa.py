@@ -370,7 +370,7 @@ def test_blocks_of_two_threads_end_in_any_order() -> None:
     before, began, ended = vars(CheckpointFunction)["forward"], threading.Event(), threading.Event()
 
     def first() -> None:
-        with suppress(ValueError), seqpar.replace_sdpa(seqpar.Sharding(8)):
+        with suppress(ValueError, RuntimeError), seqpar.replace_sdpa(seqpar.Sharding(8)):
             began.set()
             ended.wait(20)
 
