@@ -130,7 +130,7 @@ def cases(model: str, world: int) -> list[Case]:
 
 
 def check(batch: Batch, world: int, some: list[Case], **options: Any) -> None:
-    batch.check(world, compare, some, verify, int(torch.randint(2**31, ())), options)
+    batch.check(world, compare, some, verify, int(torch.randint(2**31, ())), options, deadline_s=240.0)
 
 
 QUICK = ("flux", "wan", "hunyuan", "qwen", "z_image")
