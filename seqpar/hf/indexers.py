@@ -19,6 +19,7 @@ e v_head_dim, r kv_lora_rank, w kv_lora_rank + qk_rope_head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any, cast
@@ -134,14 +135,14 @@ def _before(patch: Patch, mask_of: MaskOf) -> Callable[..., Any]:
     return before
 
 
-# Whether an indexer runs, whose ``torch.topk`` is no choice of experts.
-chooses = [False]
+# Whether this thread runs an indexer, whose ``torch.topk`` is no choice of experts.
+indexer_runs = ContextVar("indexer_runs", default=False)
 
 
 @no_compile
 def _choose(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of an indexer: int32 ``[b, s, k]``, indices of the full sequence, and -1 in rows with fewer keys."""
-    chooses[0] = True
+    runs = indexer_runs.set(True)
     try:
         given = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, IndexedMask)), None)
         if given is None:
@@ -150,7 +151,7 @@ def _choose(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
         with torch.no_grad():
             return _choose_globally(indexer, (args, kwargs), given.shard.mask, given.mask, given.shard.sharding)
     finally:
-        chooses[0] = False
+        indexer_runs.reset(runs)
 
 
 def _choose_globally(indexer: nn.Module, call: Any, documents: Mask, mask: Mask, sharding: Sharding) -> Tensor:
@@ -243,8 +244,8 @@ def _attend_rows(
     nope = q.shape[3] - (kv.shape[3] - rank)
     of_keys, of_values = weight.split([nope, weight.shape[1] - nope], 1)
     query = torch.cat([torch.einsum("bchd,hdr->bchr", q[..., :nope], of_keys), q[..., nope:]], -1)  # [b, c, h, w]
-    scores = query @ kv.mT * scale  # [b, c, h, k]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores: Tensor = _Scores.apply(query.flatten(0, 1), kv.flatten(0, 1)).unflatten(0, kv.shape[:2])  # [b, c, h, k]
+    scores = scores * scale
     hidden = ~visible[:, :, None]
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if sinks is not None:
@@ -253,6 +254,25 @@ def _attend_rows(
     probabilities = scores.softmax(-1)[..., : kv.shape[2]].masked_fill(hidden, 0.0)  # 0 in a row that sees nothing
     out = probabilities.to(kv.dtype) @ kv[..., :rank]  # [b, c, h, r]
     return torch.einsum("bchr,her->bche", out, of_values)
+
+
+class _Scores(torch.autograd.Function):
+    """``query [n, h, w] @ keys [n, k, w].mT``, in float32 for inputs in half precision."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, keys: Tensor) -> Tensor:
+        ctx.save_for_backward(query, keys)
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        if query.is_cuda and query.dtype != dtype:
+            return torch.bmm(query, keys.mT, out_dtype=dtype)
+        return query.to(dtype) @ keys.mT.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        query, keys = ctx.saved_tensors
+        grad = grad.to(query.dtype)  # as attention kernels do for their second product
+        return grad @ keys, grad.mT @ query
 
 
 class _Attend(torch.autograd.Function):
@@ -279,10 +299,11 @@ class _Attend(torch.autograd.Function):
         scale, tokens, group = ctx.constants
         dq = torch.empty_like(q)
         # Many rows choose the same key.
-        d_full, d_weight = (
-            x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (full, weight)
+        d_full, d_weight, d_sinks = (
+            None if x is None else x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+            for x in (full, weight, sinks)
         )
-        d_sinks = None if sinks is None else torch.zeros_like(sinks)
+        assert d_full is not None and d_weight is not None
         for at, rows, visible in _chunks(q, full, indices, lo, hi):
             parts = [q[:, at], full.flatten(0, 1)[rows], weight, sinks]
             parts = [None if x is None else x.detach().requires_grad_() for x in parts]
@@ -299,6 +320,7 @@ class _Attend(torch.autograd.Function):
         if group is not None and ctx.needs_input_grad[1]:
             with operation("the backward of attention to chosen keys"):
                 d_kv = sum_shards([local_shard(d_full, 1, tokens, rank) for rank in range(tokens.ranks)], 1, group)
+        d_sinks = None if d_sinks is None else d_sinks.to(sinks.dtype)
         return dq, d_kv.to(full.dtype), d_weight.to(weight.dtype), d_sinks, *[None] * 6
 
 

@@ -79,7 +79,7 @@ def balanced_layout(
     most_pairs, *others = (pairs for pairs, _ in counted)
 
     def busiest(shards: list[list[range]]) -> int:
-        """The pairs that the layers wait for: of each mask, those of the rank with the most."""
+        """The sum over the masks of the busiest rank's pairs, times the number of layers."""
         return sum(max(pairs.of(shards)) * weight for pairs, weight in counted)
 
     total = sum(pairs.total * weight for pairs, weight in counted)

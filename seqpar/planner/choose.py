@@ -131,7 +131,7 @@ def plan(
     Args:
         model: a name such as "llama3-8b", the path of a ``config.json`` of transformers or diffusers, a config object,
             a dict or a ``ModelShape``.
-        seq_len: tokens of a sequence. For a model of diffusers, the tokens of the image or video, and those of the text
+        seq_len: tokens of a sequence. For a model of diffusers, the tokens of the image or video, and the text tokens
             if both are in one attention.
         ranks: GPUs of all replicas.
         hardware: a name ("a100", "h100", "h200", "b200", "mi300x"), a YAML or JSON file, a dict or a ``Hardware``.

@@ -12,7 +12,7 @@ TEXT_TOKENS = 512
 
 
 class _Blocks(NamedTuple):
-    """The weights of a class. Those of one projection from hidden size to hidden size are the unit.
+    """The weights of a class, in units of one projection from hidden size to hidden size.
 
     Attributes:
         text: the entry with the width of the text encoder.

@@ -1,4 +1,4 @@
-"""The planner's sizes of diffusers' models: their weights and FLOPs are those of the classes."""
+"""The planner's sizes of diffusers' models: as many weights and FLOPs as the classes have."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from ...layers.gradients import is_flattened
 from ...ranks.rendezvous import group_timeout
 from ...verification import StepResult, unchanged
 from ..attention import scale_of
-from ..indexers import chooses
+from ..indexers import indexer_runs
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
 from ..mixers import documents_apart
@@ -81,7 +81,7 @@ class PinnedExperts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or chooses[0]:
+        if func not in (torch.topk, Tensor.topk) or indexer_runs.get():
             return result
         if not self.pins:
             self.experts.append(result[1])
