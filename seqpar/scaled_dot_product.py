@@ -53,6 +53,8 @@ _ATTENTION = "attention", "attn"
 # Whether a call is in the forward of reentrant checkpointing. Its backward calls attention again, perhaps after the
 # block, and then with this rank's tokens alone. Other checkpointing notices that.
 _in_reentrant: ContextVar[bool] = ContextVar("seqpar_in_reentrant", default=False)
+# A thread-local value that PyTorch also sets in the threads that run the backward which this thread has called.
+_ATTEND = "seqpar_attend"
 _BUILTIN = frozenset(value for name, value in vars(torch).items() if "attention" in name and callable(value))
 
 
@@ -178,8 +180,16 @@ class SdpaMode(TorchFunctionMode):
                 "with need_weights=False"
             )
         # The mode is off in here.
-        with replaced(F, scaled_dot_product_attention=self.attend):
-            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            with replaced(F, scaled_dot_product_attention=self.attend):  # in the trace only
+                return func(*args, **kwargs)
+        before = _attend_of_thread()
+        torch._C._stash_obj_in_tls(_ATTEND, self.attend)
+        try:
+            with replaced_in(F, "scaled_dot_product_attention", _by_thread):
+                return func(*args, **kwargs)
+        finally:
+            torch._C._stash_obj_in_tls(_ATTEND, before)
 
 
 class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
@@ -436,6 +446,19 @@ def _is_attention(func: Any) -> bool:
         return func in _BUILTIN
     name = str(func)
     return any(word in name for word in _ATTENTION) and not name.startswith("seqpar.")
+
+
+def _attend_of_thread() -> Any:
+    return torch._C._get_obj_in_tls(_ATTEND) if torch._C._is_key_in_tls(_ATTEND) else None
+
+
+def _by_thread(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """PyTorch's function, but in a thread that is in one of ``_CALLERS`` inside a block, the block's ``attend``."""
+
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return (_attend_of_thread() or original)(*args, **kwargs)
+
+    return scaled_dot_product_attention
 
 
 def _noted(forward: staticmethod[..., Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any, cast
 
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..base.checks import no_compile
+from ..strategies.attend import only_heads
 from .layers import contexts_of_part
 from .weights import CACHE_ARGUMENTS, Forward, Weights, replace_forward
 from .zero import is_partitioned
@@ -29,7 +29,6 @@ _RULES: tuple[tuple[str, int | None], ...] = (
     (r"[qk]_norm\.weight", None),
 )
 _OUTPUT_BIAS = re.compile(r"o_proj\.(base_layer\.)?bias")
-_NUMBER_OF_HEADS = re.compile(r"\b(num|n)_((attention|query|key_value|kv|q)_)?heads?\b")
 
 
 def group_heads(module: nn.Module, groups: int) -> None:
@@ -40,13 +39,16 @@ def group_heads(module: nn.Module, groups: int) -> None:
 
     Args:
         module: an attention layer with the linear layers q_proj, k_proj, v_proj and o_proj, whose forward takes the
-            number of heads from their outputs. It may have LoRA weights, sinks, and norms of q and k over head_dim.
+            number of heads from their outputs and calls attention of seqpar once. It may have LoRA weights, sinks, and
+            norms of q and k over head_dim.
         groups: divides the number of KV heads.
 
     Raises:
-        ValueError: the layer is not of this kind.
+        ValueError: the layer is not of this kind. Its forward raises if a group's q has other heads.
     """
     dimensions = _check(module, groups)
+    head_dim = cast(int, module.head_dim)
+    heads = cast(nn.Linear, module.o_proj).in_features // head_dim // groups
 
     @no_compile  # torch.compile does not trace replaced weights
     def run(self: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +70,13 @@ def group_heads(module: nn.Module, groups: int) -> None:
                     return torch.zeros_like(p) if group and _OUTPUT_BIAS.fullmatch(name) else p  # it is added once
                 return p.chunk(groups, dimension)[group]
 
-            y = weights.call(forward, x, *args, cut=cut, **kwargs)
+            with only_heads(heads, head_dim) as calls:
+                y = weights.call(forward, x, *args, cut=cut, **kwargs)
+            if len(calls) != 1:
+                raise ValueError(
+                    f"head_groups: {type(self).__name__} calls attention of seqpar {len(calls)} times outside "
+                    "torch.compile; it must do so once, so that its number of heads is known. Leave head_groups out"
+                )
             return y if isinstance(y, tuple) else (y,)
 
         total: Tensor | None = None
@@ -92,11 +100,6 @@ def _check(module: nn.Module, groups: int) -> dict[str, int | None]:
     head_dim = getattr(module, "head_dim", None)
     if not isinstance(head_dim, int):
         raise ValueError(f"head_groups: {name} has no head_dim; leave head_groups out")
-    if word := _NUMBER_OF_HEADS.search(inspect.getsource(type(module).forward)):
-        raise ValueError(
-            f"head_groups: the forward of {name} uses {word[0]}, which would not be the number of heads of a group; "
-            "leave head_groups out"
-        )
     dimensions: dict[str, int | None] = {}
     for parameter, p in module.named_parameters():
         rules = [dimension for pattern, dimension in _RULES if re.fullmatch(pattern, parameter)]

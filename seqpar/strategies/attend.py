@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -13,6 +17,20 @@ from . import operators
 from .auto import named
 from .autograd import join_backward
 from .seed import draw_seed
+
+# The number of query heads and the head_dim that every call must have (None: any), and how many calls had them.
+_HEADS: ContextVar[tuple[int, int, list[None]] | None] = ContextVar("heads", default=None)
+
+
+@contextmanager
+def only_heads(heads: int, head_dim: int) -> Iterator[list[None]]:
+    """In the block, ``attend`` raises unless q has ``heads`` heads of ``head_dim``. The list has an item per call."""
+    calls: list[None] = []
+    token = _HEADS.set((heads, head_dim, calls))
+    try:
+        yield calls
+    finally:
+        _HEADS.reset(token)
 
 
 def attend(
@@ -39,6 +57,14 @@ def attend(
             draws.
         joins_backward: False if no rank's inputs require gradients. Otherwise this rank takes part in the backward.
     """
+    if not torch.compiler.is_compiling() and (expected := _HEADS.get()):
+        heads, head_dim, calls = expected
+        if q.shape[2:] != (heads, head_dim):
+            raise ValueError(
+                f"q: {q.shape[2]} heads of head_dim {q.shape[3]}, but a group of heads has {heads} of {head_dim}; the "
+                "layer must take the number of heads from the size of its projections, or leave head_groups out"
+            )
+        calls.append(None)
     spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     if spec.dropout_p and seed is None:
         seed, spec = draw_seed(), spec.having(draws_seed=True)

@@ -86,8 +86,11 @@ class Attention(nn.Module):
         )
         self.o_proj = nn.Linear(hidden, hidden, dtype=dtype)
 
+    def projections(self) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+        return self.q_proj, self.k_proj, self.v_proj
+
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in self.projections())
         y: Tensor = self.o_proj(seqpar.attention(q, k, v, strategy="local").flatten(2))
         return y
 

@@ -142,10 +142,18 @@ def test_on_several_ranks(pool: Pool, strategy: str, name: str) -> None:
 
 
 def test_heads_that_cannot_be_grouped_are_refused() -> None:
-    class Fixed(Attention):
+    class Fixed(Attention):  # with a number of heads that is not a group's: each head gets half of its channels
         def forward(self, x: Tensor) -> Tensor:
-            self.num_heads = 8
-            return super().forward(x)
+            q, k, v = (p(x).unflatten(-1, (n, -1)) for p, n in zip(self.projections(), (8, 4, 4), strict=True))
+            y: Tensor = self.o_proj(seqpar.attention(q, k, v, strategy="local").flatten(2))
+            return y
+
+    class Torch(Attention):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (p(x).unflatten(-1, (-1, 2)).transpose(1, 2) for p in self.projections())
+            y = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+            return out
 
     class Normed(Attention):
         def __init__(self) -> None:
@@ -155,12 +163,19 @@ def test_heads_that_cannot_be_grouped_are_refused() -> None:
     wrong: dict[str, tuple[nn.Module, int]] = {
         "head_groups: Linear has no q_proj": (nn.Linear(2, 2), 2),
         "head_groups=3: it must divide the 4 KV heads of Attention": (Attention(16, 8, 4, torch.float64), 3),
-        "head_groups: the forward of Fixed uses num_heads": (Fixed(16, 8, 4, torch.float64), 2),
         r"head_groups: Normed has the parameter q_norm.weight of shape \(16,\)": (Normed(), 2),
     }
     for message, (module, groups) in wrong.items():
         with pytest.raises(ValueError, match=message):
             group_heads(module, groups)
+    called: dict[str, nn.Module] = {
+        "q: 8 heads of head_dim 1, but a group of heads has 4 of 2": Fixed(16, 8, 4, torch.float64),
+        "head_groups: Torch calls attention of seqpar 0 times": Torch(16, 8, 4, torch.float64),
+    }
+    for message, module in called.items():
+        group_heads(module, 2)
+        with pytest.raises(ValueError, match=message):
+            module(torch.randn(1, 6, 16, dtype=torch.float64))
 
 
 def test_values_that_are_refused() -> None:

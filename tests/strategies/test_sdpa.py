@@ -386,6 +386,26 @@ def test_blocks_of_two_threads_end_in_any_order() -> None:
     assert vars(CheckpointFunction)["forward"] is before
 
 
+def test_attention_of_another_thread_meanwhile_is_its_own() -> None:
+    """Even while the block's backward computes a layer again."""
+    results: list[Tensor] = []
+
+    def elsewhere(*args: Any) -> None:
+        thread = threading.Thread(target=lambda: results.append(F.scaled_dot_product_attention(X[:, :, :3], X, X)))
+        thread.start()
+        thread.join(20)
+
+    model = Checkpointed()
+    model.layer.register_forward_pre_hook(elsewhere)
+    before = F.scaled_dot_product_attention
+    with seqpar.replace_sdpa(seqpar.Sharding(8)):
+        model(torch.randn(1, 8, 16)).sum().backward()
+    assert F.scaled_dot_product_attention is before
+    assert len(results) == 2
+    for y in results:
+        torch.testing.assert_close(y, F.scaled_dot_product_attention(X[:, :, :3], X, X))
+
+
 def reentrant_with_gradients() -> None:
     checkpoint(torch.enable_grad()(Attention()), torch.randn(1, 8, 16, requires_grad=True), use_reentrant=True)
 
