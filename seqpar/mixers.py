@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .base.cache import cached_tensors, upload
-from .base.checks import check_int, no_compile
+from .base.checks import check_dense, check_int, no_compile
 from .comm.p2p import Link, links_of
 from .comm.waiting import operation
 from .kernels.base import accumulator
@@ -256,6 +256,8 @@ def _check(named: dict[str, tuple[Tensor, ...]], sharding: Sharding, mask: Mask 
     tensors = [(name, y) for name, of_name in named.items() for y in of_name]
     if not named["x"]:
         raise ValueError("x: expected at least one tensor")
+    for name, y in tensors:
+        check_dense(name, y)
     batch = tensors[0][1].shape[0] if tensors[0][1].dim() else 0
     for name, y in tensors:
         if y.dim() < dims or (dims == 4 and y.dim() != 4):

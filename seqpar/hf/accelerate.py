@@ -152,11 +152,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             config = self  # all Accelerators share one state: this is the config that the first one keeps
         else:
             config = self._original._for_accelerator(accelerator, batches)
-        if config.sequence_ranks > 1 and _is_of_trl(trainer, *_OUTSIDE):
-            raise ValueError(
-                f"{type(trainer).__name__}: it computes its loss from parts of the model, outside of the model's "
-                "forward, where each rank has its own tokens only; train with cp_size=1, or use TRL's GKDTrainer"
-            )
+        _check_trainer(trainer, config.sequence_ranks)
         accelerator.state.parallelism_config = config
         accelerator.state.device_mesh = config.device_mesh
         prepare_models(accelerator, partial(config._parallelize, trainer=trainer))
@@ -213,8 +209,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     def _parallelize(self, model: nn.Module, trainer: Trainer | None = None) -> None:
         """Parallelize ``model``, unless it is parallelized already or contains no transformers model."""
         ranks, batches = self.sequence_ranks, self.settings.batches
-        if ranks > 1 and batches == "shared":
-            _check_loss_modules(getattr(trainer, "loss", None), ranks)
+        if batches == "shared":
+            _check_loss_modules(trainer, ranks)
         patch = next((p for m in model.modules() if isinstance(p := getattr(m, "_seqpar", None), Patch)), None)
         if patch is None:
             if any(isinstance(m, PreTrainedModel) for m in model.modules()):
@@ -248,11 +244,20 @@ def _note_maker(create: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
 Trainer.create_accelerator_and_postprocess = _note_maker(Trainer.create_accelerator_and_postprocess)
 
 
-def _check_loss_modules(losses: Any, ranks: int) -> None:
+def _check_trainer(trainer: Trainer | None, ranks: int) -> None:
+    if ranks > 1 and _is_of_trl(trainer, *_OUTSIDE):
+        raise ValueError(
+            f"{type(trainer).__name__}: it computes its loss from parts of the model, outside of the model's forward, "
+            "where each rank has its own tokens only; train with cp_size=1, or use TRL's GKDTrainer"
+        )
+
+
+def _check_loss_modules(trainer: Trainer | None, ranks: int) -> None:
     """Raise an error if a loss of sentence-transformers gathers rows of all processes, and takes them for others."""
+    losses = getattr(trainer, "loss", None)
     for loss in losses.values() if isinstance(losses, dict) else (losses,):
         for module in loss.modules() if isinstance(loss, nn.Module) else ():
-            if getattr(module, "gather_across_devices", False):
+            if ranks > 1 and getattr(module, "gather_across_devices", False):
                 raise ValueError(
                     f"gather_across_devices=True: {type(module).__name__} would count the rows of a batch {ranks} "
                     f"times, because {ranks} processes share them; leave it out, or let each process have rows of its "
@@ -483,6 +488,8 @@ class SequenceParallelMixin(_Mixin):
             )
         config = ParallelismConfig(cp_size=1, batches="shared")
         config.sequence_ranks = self.args.world_size // _data_parallel(patch, self.args.world_size)
+        _check_trainer(self, config.sequence_ranks)
+        prepare_models(self.accelerator, lambda model: _check_loss_modules(self, config.sequence_ranks))
         self.accelerator.state.parallelism_config = config
         share_sequences(self.accelerator, config.sequence_ranks)
         count_sequences_once(self, config.sequence_ranks)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules import linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -37,6 +38,11 @@ InForward = Callable[[Tensor, Any, Callable[..., Tensor] | None], Tensor]
 def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``module(*args)`` with its hooks, also if the call is replaced in the instance."""
     return type(module)._call_impl(module, *args, **kwargs)
+
+
+def _is_torchs(forward: Any) -> bool:
+    """Whether ``forward`` is PyTorch's of ``nn.Linear``, which may have been replaced in the class."""
+    return forward is nn.Linear.forward and forward.__code__.co_filename == linear.__file__
 
 
 def _is_plain(head: nn.Linear) -> bool:
@@ -86,7 +92,7 @@ class LazyLogits:
         while isinstance(core, FullyShardedDataParallel | DistributedDataParallel):
             core = core.module
         forward, results = core.forward, list[Tensor]()
-        is_linear = type(core).forward is nn.Linear.forward and "forward" not in vars(core)
+        is_linear = _is_torchs(type(core).forward) and "forward" not in vars(core)
 
         def compute(hidden: Tensor) -> Tensor:
             results.append(function(hidden, core, None if is_linear and _is_plain(core) else forward))

@@ -49,8 +49,10 @@ class TokenLoss:
 
     @no_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        if self.user_loss is None or self.user_loss is default_loss(self.model):
-            return self._cross_entropy(*args, **kwargs)
+        default = default_loss(self.model)
+        if self.user_loss is None or self.user_loss is default:
+            named = inspect.signature(default).bind_partial(*args).arguments
+            return self._cross_entropy(**named, **kwargs)
         return self._call_user_loss(self.user_loss, *args, **kwargs)
 
     def _call_user_loss(
@@ -86,9 +88,10 @@ class TokenLoss:
         self,
         logits: Tensor | LazyLogits,  # [..., vocabulary], of this rank's tokens
         labels: Tensor,  # int64 [...], shifted
-        *args: Any,
+        *,
         num_items_in_batch: Tensor | int | None = None,
         ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
         seqpar: BatchShard | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -105,6 +108,7 @@ class TokenLoss:
         forward = current_forward()
         if forward is not None and forward.targets is not None:
             return torch.zeros((), device=labels.device)  # the caller asked for log-probabilities instead of a loss
+        labels = labels if shift_labels is None else shift_labels
         shard = seqpar or (None if forward is None else forward.batch_shard)
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
             raise ValueError(

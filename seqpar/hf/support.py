@@ -216,6 +216,12 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             "for a token depended on the token's index, although the position_ids were equal, and a rank has only some "
             "of the tokens; compute it from position_ids"
         )
+    elif trial.measures:
+        yield (
+            "in a trial run on a few tokens its outputs depended on how many tokens follow, so that a layer takes the "
+            "number of tokens in its input for the length of the sequence, and a rank has only some of the tokens; "
+            "compute it from position_ids"
+        )
     elif trial.own_positions:
         yield (
             "without position_ids it counts positions itself, from the tokens that are not padding or from another "

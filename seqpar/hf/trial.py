@@ -11,7 +11,8 @@ layer counts tokens there, a search finds the longest rows in which it does not.
 
 Two more runs of this row, with padding, with and without ``position_ids`` of 0, 1, 2, ..., tell whether the model takes
 these by itself. In them each token attends to the token before it, so that rotary embeddings may start at any position.
-A last run of this row, with labels, records how the model's forward computes a loss.
+A third run with more tokens tells whether an output depends on how many tokens follow. A last run of this row, with
+labels, records how the model's forward computes a loss.
 
 The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
 parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
@@ -48,7 +49,7 @@ _SHIFT = 3  # by how many tokens the last row is shifted
 # The dimensions of rows and of tokens are recognized by their sizes. These are the first numbers that are neither the
 # size of a parameter's dimension nor a number in a config.
 _ROWS = (5, 6, 7, 9, 10)
-_LENGTHS = (11, 13, 17, 19, 23, 29)
+_LENGTHS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _LONGEST = 1 << 24  # tokens of a row; float32 counts no further
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
 _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
@@ -83,9 +84,10 @@ class Trial:
         self.pooler: tuple[str, str] | None = None
         # The innermost module whose output for a token depends on the index of the token in the input.
         self.counter: tuple[str, str] | None = None
+        self.measures = False  # whether the outputs of tokens depend on the number of tokens after them
         self.own_positions = False  # whether the positions of the model are not 0, 1, 2, ... without position_ids
         self.longest: int | None = None  # the longest rows in which no output depends on the index; None: any rows
-        self.records = True  # False in the last three runs
+        self.records = True  # False in the last four runs
         self.counts_only = False  # whether a run looks only for modules that count tokens
         self.loss = Loss(function_of(root.forward))
         self.error: Exception | None = None  # what ended the trial run
@@ -93,6 +95,7 @@ class Trial:
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
         sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
+        self.longer = next(n for n in _LENGTHS if n > self.length and n not in sizes)
         self._root = root
         self._names = {module: name for name, module in root.named_modules()}
         self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
@@ -163,6 +166,14 @@ class Trial:
             if ours is not None and theirs is not None:
                 change = (ours[:, _SHIFT + 1 :] - theirs[:, _SHIFT + 1 :]).abs().max()
                 self.own_positions |= float(change) > _tolerance(ours)
+
+    def check_length(self, output: Any, longer: Any) -> None:
+        """Compare the outputs of one row, except for its padding, with the outputs of the row with more tokens."""
+        for x, y in zip(_tensors(output), _tensors(longer), strict=True):
+            short, long = _by_token(x, 1, self.length), _by_token(y, 1, self.longer)
+            if short is not None and long is not None:
+                change = (short - long[:, : self.length])[:, _SHIFT + 1 :].abs().max()
+                self.measures |= float(change) > _tolerance(short)
 
     def check(self, values: Any, module: nn.Module) -> None:
         if not self.records:
@@ -275,6 +286,9 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
                     result.clear()
                 outputs.append(root(**arguments, **given))
             trial.check_positions(*outputs)
+            for result in results:
+                result.clear()
+            trial.check_length(outputs[0], root(**_lengthened(arguments, positions[-1:], trial.longer)))
             if "labels" in parameters:
                 for result in results:
                     result.clear()
@@ -283,6 +297,15 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
         except Exception as error:
             trial.error = error
     return trial
+
+
+def _lengthened(arguments: dict[str, Any], positions: Tensor, length: int) -> dict[str, Any]:
+    """The ``arguments`` of one row with its first tokens once more behind it, and their ``position_ids``."""
+    more = length - positions.shape[1]
+    found = {name: torch.cat([x, x[:, :more]], 1) if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    if "attention_mask" in found:
+        found["attention_mask"][:, -more:] = 1
+    return {**found, "position_ids": torch.arange(length, device="cpu")[None] + positions[:, :1]}
 
 
 def _find_loss(root: PreTrainedModel, arguments: dict[str, Any], functions: _TokenwiseFunctions) -> Loss:

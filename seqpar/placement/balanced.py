@@ -182,6 +182,8 @@ def _components(pairs: _Pairs, tile: int, below: list[int]) -> list[Component]:
 
 def _classes(components: list[Component], below: list[int], others: list[list[int]]) -> list[list[Piece]]:
     """The tiles in pieces, grouped by which of the ``others`` show fewer pairs there than ``below``."""
+    if not others:
+        return [[Piece(c.lo, c.hi, c) for c in components]]
     pairs = np.diff(below)
     classes = sum(((np.diff(x) < pairs) << i for i, x in enumerate(others)), np.zeros(len(pairs), dtype=np.int64))
     changes, found = (1 + np.flatnonzero(np.diff(classes))).tolist(), defaultdict[int, list[Piece]](list)

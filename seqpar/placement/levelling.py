@@ -35,6 +35,7 @@ class Level:
         self.mean = sum(self.loads) // len(ranks)
         self.limit = self.mean + self.mean * PERMILLE // 1000
         self._known: dict[int, dict[Component, list[Piece]]] = {}
+        self._known_ends: dict[int, dict[tuple[bool, bool], list[_End]]] = defaultdict(dict)
 
     def run(self) -> None:
         for _ in range(8 * len(self.ranks)):
@@ -49,6 +50,7 @@ class Level:
                 if not piece.size:
                     self.ranks[giver].remove(piece)
                 self._known.pop(giver, None)
+                self._known_ends.pop(giver, None)
             self.loads[rank] -= swap.gain
             self.loads[swap.other] += swap.gain
 
@@ -98,13 +100,17 @@ class Level:
 
     def _ends(self, rank: int, dense: bool, any_end: bool) -> list[_End]:
         """The densest or the sparsest ends of the rank's pieces."""
-        f, found = self.below, list[_End]()
-        for p in self.ranks[rank]:
-            if any_end or dense != p.of.dense_first:
-                found.append((f[p.hi] - f[p.hi - 1], p, True, p.size))
-            if any_end or dense == p.of.dense_first:
-                found.append((f[p.lo + 1] - f[p.lo], p, False, p.size))
-        return sorted(found, key=lambda end: (end[0], end[1].lo), reverse=dense)[: None if any_end else _ENDS]
+        known = self._known_ends[rank]
+        if (dense, any_end) not in known:
+            f, found = self.below, list[_End]()
+            for p in self.ranks[rank]:
+                if any_end or dense != p.of.dense_first:
+                    found.append((f[p.hi] - f[p.hi - 1], p, True, p.size))
+                if any_end or dense == p.of.dense_first:
+                    found.append((f[p.lo + 1] - f[p.lo], p, False, p.size))
+            found.sort(key=lambda end: (end[0], end[1].lo), reverse=dense)
+            known[dense, any_end] = found if any_end else found[:_ENDS]
+        return known[dense, any_end]
 
     def _count(self, a: Piece, a_hi: bool, b: Piece, b_hi: bool, most: int) -> tuple[int, int]:
         """How many tiles of ``a`` to swap for tiles of ``b`` without moving more than ``most`` pairs, and the pairs."""

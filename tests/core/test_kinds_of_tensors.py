@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
+from seqpar import mixers
 
 HEADS, HEADS_FIRST, HIDDEN = torch.randn(2, 4, 4, 8), torch.randn(2, 4, 4, 8), torch.randn(2, 4, 32)
 LOSSES, LABELS, LOGITS = torch.rand(2, 4), torch.zeros(2, 4, dtype=torch.int64), torch.randn(2, 8, 5)
@@ -95,6 +96,16 @@ ENTRANCES: dict[str, Entrance] = {
     "VocabParallelHead": ("x_local", HIDDEN, lambda s, x: s.head(x, sharding=s.tp)),
     "VocabParallelEmbedding": ("ids", LABELS, lambda s, x: s.embedding(x, sharding=s.tp)),
     "KeyValueCache": ("q", HEADS, lambda s, x: cached(s, x)),
+    "by_heads": ("x", HEADS, lambda s, x: mixers.by_heads(lambda heads, y, k: y, x, HEADS, sharding=s.ring)),
+    "by_heads, kv": ("kv", HEADS, lambda s, x: mixers.by_heads(lambda heads, y, k: y, HEADS, x, sharding=s.ring)),
+    "halo": ("x", HIDDEN, lambda s, x: mixers.halo(lambda y: y[:, 2:], x, 2, sharding=s.ring)),
+    "by_states": (
+        "x",
+        HIDDEN,
+        lambda s, x: mixers.by_states(
+            lambda y: (y, (y[:, -1],)), lambda a, b: b, lambda y, before: y, x, sharding=s.ring
+        ),
+    ),
     "Mask.documents": ("cu_seqlens", torch.tensor([[0, 4, 8]] * 2), lambda s, x: seqpar.Mask.documents(x)),
 }
 # Kind -> how it is made, and what the message says after the argument's name.

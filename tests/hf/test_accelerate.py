@@ -682,11 +682,20 @@ class Distillation(transformers.Trainer):  # type: ignore[misc]
     """Stands for TRL's trainer, which needs a second model."""
 
 
+class DistillationOfSequences(seqpar.hf.SequenceParallelMixin, Distillation):  # type: ignore[misc]
+    pass
+
+
 @on_ranks
-def refused_trainers(group: ProcessGroup, folder: str) -> None:
-    config = seqpar.hf.ParallelismConfig(cp_size=2)
+def refused_trainers(group: ProcessGroup, folder: str, by_config: bool) -> None:
+    if by_config:
+        model, config = tiny("llama"), seqpar.hf.ParallelismConfig(cp_size=2)
+        classes: tuple[Any, Any] = transformers.Trainer, Distillation
+    else:
+        model, config = seqpar.hf.parallelize(tiny("llama"), group=group), None
+        classes = seqpar.hf.SequenceParallelTrainer, DistillationOfSequences
     with torchrun(group):
-        trainer = trainer_of(tiny("llama"), config, folder, 1, sequences(4))
+        trainer = trainer_of(model, config, folder, 1, sequences(4), trainer=classes[0])
         trainer.loss = torch.nn.Linear(1, 1)
         trainer.loss.gather_across_devices = True
         with pytest.raises(ValueError, match=r"gather_across_devices=True: .* 2 times, .*batches='per_rank'"):
@@ -695,10 +704,11 @@ def refused_trainers(group: ProcessGroup, folder: str) -> None:
     with (
         mock.patch.dict(sys.modules, module),
         torchrun(group),
-        pytest.raises(ValueError, match="Distillation: it computes its loss from parts"),
+        pytest.raises(ValueError, match="Distillation.*: it computes its loss from parts"),
     ):
-        trainer_of(tiny("llama"), config, folder, 1, sequences(4), trainer=Distillation)
+        trainer_of(model, config, folder, 1, sequences(4), trainer=classes[1])
 
 
-def test_refused_trainers(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(2, refused_trainers, str(tmp_path))
+@pytest.mark.parametrize("by_config", [True, False])
+def test_refused_trainers(pools: dict[int, Pool], tmp_path: Path, by_config: bool) -> None:
+    pools[2].run(2, refused_trainers, str(tmp_path), by_config)

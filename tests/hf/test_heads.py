@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -171,3 +172,11 @@ def hooked(group: ProcessGroup) -> None:
 
 def test_logits_that_only_a_hook_needs_are_not_all_gathered(two: Pool) -> None:
     two.run(2, hooked)
+
+
+def test_a_forward_of_the_class_of_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 1.5 * F.linear(x, self.weight, self.bias))
+    loss = model(**make_batch("plain"), use_cache=False).loss
+    ours = seqpar.hf.parallelize(model, strategy="local", loss_chunk=CHUNK)(**make_batch("plain")).loss
+    assert ours.item() == pytest.approx(loss.item(), abs=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial, wraps
@@ -73,16 +74,24 @@ def with_layerdrop(probability: float) -> Any:
     return parallel(model)
 
 
-def ignoring_zero() -> Any:
-    class IgnoresZero(transformers.LlamaForCausalLM):  # type: ignore[misc]
+def with_loss(arguments: Callable[[Tensor], tuple[Any, ...]], **options: Any) -> Any:
+    """The output of a model whose forward calls ``loss_function`` with further ``arguments(labels)``."""
+
+    class CallsLoss(transformers.LlamaForCausalLM):  # type: ignore[misc]
         def forward(self, input_ids: Any = None, labels: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
             output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
-            output["loss"] = self.loss_function(output.logits, labels, VOCAB, ignore_index=0)
+            output["loss"] = self.loss_function(output.logits, labels, VOCAB, *arguments(labels), **options)
             return output
 
     model = tiny("llama")
-    model.__class__ = IgnoresZero
+    model.__class__ = CallsLoss
     return call(parallel(model))
+
+
+def test_the_arguments_of_the_loss_function() -> None:
+    loss, divided = with_loss(lambda labels: ()).loss.item(), with_loss(lambda labels: (7,)).loss.item()
+    labels = make_batch("plain")["labels"]
+    assert divided == pytest.approx(loss * int((labels[:, 1:] != -100).sum()) / 7)
 
 
 def with_linear_layers() -> Any:
@@ -352,7 +361,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "another label that does not count": (
         lambda: call(ignore_index=0), r"ignore_index=0: .* -100 here, .*; pass labels.masked_fill\(labels == 0, -100\)"
     ),
-    "another label, in the forward": (ignoring_zero, "ignore_index=0: "),
+    "another label, in the forward": (lambda: with_loss(lambda x: (), ignore_index=0), "ignore_index=0: "),
+    "another label, by its place": (lambda: with_loss(lambda x: (None, 0)), "ignore_index=0: "),
+    "own labels": (lambda: with_loss(lambda x: (None, -100, x.roll(-1, 1))), "calls its loss function with other labels"),
     # batches
     "no tokens": (lambda: seqpar.hf.shard_batch({"labels": ONES}), r"'input_ids' \[batch, seq\]"),
     "short mask": (lambda: shard(attention_mask=ONES[:, :7]), r"shape \(2, 7\); expected \(2, 8\)"),
@@ -490,6 +501,22 @@ def test_refused_counter_of_tokens(where: str) -> None:
     layer.set_submodule(where, Counted(layer.get_submodule(where)))
     words = rf"layer 'model.layers.1.{where}' \(Counted\) counts the tokens in its input: .* it from position_ids"
     with pytest.raises(ValueError, match=words):
+        parallel(model)
+
+
+class Measured(Counted):
+    """Scales all tokens by the number of tokens in the input, as log-n attention does."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) * math.log(x.shape[1])
+
+
+@pytest.mark.parametrize("where", ["self_attn.q_proj", "mlp"])
+def test_refused_length_of_the_input(where: str) -> None:
+    model = tiny("llama")
+    layer = model.model.layers[1]
+    layer.set_submodule(where, Measured(layer.get_submodule(where)))
+    with pytest.raises(ValueError, match="outputs depended on how many tokens follow, .* compute it from position_ids"):
         parallel(model)
 
 
