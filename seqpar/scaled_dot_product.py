@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
 from .base.checks import check_dense, check_int
@@ -55,6 +55,8 @@ _ATTENTION = "attention", "attn"
 _in_reentrant: ContextVar[bool] = ContextVar("seqpar_in_reentrant", default=False)
 # A thread-local value that PyTorch also sets in the threads that run the backward which this thread has called.
 _ATTEND = "seqpar_attend"
+# The open blocks that do not say which modules attend over the sequence, in any thread.
+_without_modules: list[replace_sdpa] = []
 _BUILTIN = frozenset(value for name, value in vars(torch).items() if "attention" in name and callable(value))
 
 
@@ -142,6 +144,10 @@ class SdpaMode(TorchFunctionMode):
 
     advice: ClassVar[str]  # what else to do about another operator
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._undo = ExitStack()
+
     def attend(
         self,
         query: Tensor,
@@ -186,21 +192,31 @@ class SdpaMode(TorchFunctionMode):
         before = _attend_of_thread()
         torch._C._stash_obj_in_tls(_ATTEND, self.attend)
         try:
-            with replaced_in(F, "scaled_dot_product_attention", _by_thread):
-                return func(*args, **kwargs)
+            return func(*args, **kwargs)
         finally:
             torch._C._stash_obj_in_tls(_ATTEND, before)
+
+    def __enter__(self) -> Any:
+        self._undo.enter_context(replaced_in(F, "scaled_dot_product_attention", _by_thread))
+        for cls in (torch.jit.ScriptModule, torch.jit.TopLevelTracedModule):
+            self._undo.enter_context(replaced_in(cls, "forward", _CheckedForward))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._undo.close()
 
 
 class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
     """Inside the block, ``F.scaled_dot_product_attention`` is ``seqpar.sdpa``: models that call it need no change.
 
     This covers every way to call the function in Python, such as ``nn.MultiheadAttention``, and also compiled models.
-    Other attention operators raise an error: FlexAttention, and operators that a package registers with PyTorch.
+    Other attention raises an error: FlexAttention, operators that a package registers with PyTorch, modules of
+    TorchScript, and calls of the function in another thread (with ``modules``, other threads are left alone).
 
-    The block does not see attention that another thread computes, TorchScript (``torch.jit``), functions that are not
-    registered with PyTorch, and scores that a model multiplies by itself. It raises an error only if no call at all was
-    replaced. With ``modules``, it raises an error for each of these modules that computes attention in such a way.
+    The block does not see functions of TorchScript, functions that are not registered with PyTorch, and scores that a
+    model multiplies by itself. It raises an error only if no call at all was replaced. With ``modules``, it raises an
+    error for each of these modules that computes attention in such a way.
 
     The model must take positions from ``sharding.positions()``, and what else mixes tokens (convolutions, pooling)
     must not run inside the block.
@@ -277,19 +293,20 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
         self.masks = mask, _CAUSAL if mask is _FULL else mask & _CAUSAL  # without and with is_causal
         self.modules = None if modules is None else _Modules(modules, self.masks)
         self.calls = 0
-        self._undo = ExitStack()
 
     def __enter__(self) -> replace_sdpa:
         self.calls = 0
         self._undo.enter_context(replaced_in(CheckpointFunction, "forward", _noted))
         if self.modules is not None:
             self.modules.watch(lambda: self.calls)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        else:
+            _without_modules.append(self)
+            self._undo.callback(_without_modules.remove, self)
+        super().__enter__()
         return self
 
     def __exit__(self, error: Any, *args: Any) -> None:
-        super().__exit__(error, *args)  # type: ignore[no-untyped-call]
-        self._undo.close()
+        super().__exit__(error, *args)
         if self.modules is not None:
             self.modules.hooks.close()
             if error is None:
@@ -452,13 +469,49 @@ def _attend_of_thread() -> Any:
     return torch._C._get_obj_in_tls(_ATTEND) if torch._C._is_key_in_tls(_ATTEND) else None
 
 
+def _mode_of_thread() -> SdpaMode | None:
+    """The innermost block that this thread is in."""
+    return next((m for m in reversed(_get_current_function_mode_stack()) if isinstance(m, SdpaMode)), None)
+
+
 def _by_thread(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """PyTorch's function, but in a thread that is in one of ``_CALLERS`` inside a block, the block's ``attend``."""
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        return (_attend_of_thread() or original)(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return original(*args, **kwargs)
+        attend = _attend_of_thread()
+        if attend is None and _without_modules and _mode_of_thread() is None:
+            raise ValueError(
+                "F.scaled_dot_product_attention: called in a thread outside of a replace_sdpa block, while the block "
+                "is open in another thread; if it attends over this rank's tokens only, pass replace_sdpa modules= "
+                "with the modules that attend over the sequence, otherwise call it in the thread of the block"
+            )
+        return (attend or original)(*args, **kwargs)
 
     return scaled_dot_product_attention
+
+
+def _attends(script: Any) -> bool:
+    """Whether the code of a TorchScript module calls PyTorch's function."""
+    graph = script._get_method("forward").inlined_graph if script._has_method("forward") else None
+    return graph is not None and graph.findNode("aten::scaled_dot_product_attention") is not None
+
+
+class _CheckedForward:
+    """The ``forward`` of TorchScript's modules, but an error inside a block if it computes attention."""
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def __get__(self, module: Any, cls: type) -> Any:
+        mode = None if module is None else _mode_of_thread()
+        if mode is not None and _attends(module._c) and mode.is_sharded():
+            raise ValueError(
+                f"{_name(module)}: a module of TorchScript, which computes attention over this rank's tokens only; use "
+                f"the module that it was made from, or seqpar.attention; {mode.advice}"
+            )
+        return self.original.__get__(module, cls)
 
 
 def _noted(forward: staticmethod[..., Any]) -> Any:

@@ -42,7 +42,7 @@ from .loss import replace_loss_function, replace_router_loss, restore_loss_funct
 from .mixers import replace_mixers
 from .per_rank import call
 from .state import NAME, Batches, Outputs, Patch, Settings, patch_of
-from .support import check_adapters, check_model, masks_like, pools_last_token, text_model
+from .support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
 from .trial import Trial
 from .verification.monitoring import verify_while_training
 
@@ -179,6 +179,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
         root._seqpar_loss = trial.loss
         patch.undo.callback(delattr, root, "_seqpar_loss")
         _register_hooks(root, patch)
+        for module in (m for m in root.modules() if hasattr(m, "layerdrop")):
+            patch.undo.callback(module.register_forward_pre_hook(check_layerdrop).remove)
         replace_mixers(root, trial.mixers, patch)
         verify_while_training(root, patch)
     if settings.memory is not None:

@@ -156,10 +156,20 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
             yield f"its forward takes no {parameter}, which are needed {purpose}"
     for name, module in text.named_modules():
         if getattr(module, "layerdrop", None):
-            yield (
-                f"layer {name!r} ({type(module).__name__}) drops whole layers at random, layerdrop={module.layerdrop}, "
-                "and the ranks would drop different ones; set its layerdrop to 0"
-            )
+            yield f"layer {name!r} {_dropping(module)}"
+
+
+def _dropping(module: Any) -> str:
+    return (
+        f"({type(module).__name__}) drops whole layers at random, layerdrop={module.layerdrop}, and the ranks would "
+        "drop different ones; set its layerdrop to 0"
+    )
+
+
+def check_layerdrop(module: nn.Module, args: Any) -> None:
+    """A hook before the forward of a module with a ``layerdrop``, which may have been changed after ``parallelize``."""
+    if module.training and getattr(module, "layerdrop", None):
+        raise ValueError(f"model: a layer {_dropping(module)}")
 
 
 def _reasons_of_functions(trial: Trial, model: PreTrainedModel) -> Iterator[str]:

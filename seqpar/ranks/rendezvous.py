@@ -246,7 +246,10 @@ def missing_message(
         return f"{operation}: rank(s) {[*missing]} of the job did not arrive, or have ended, {after}; {ADVICE}"
     if elsewhere:
         where = ", ".join(f"rank {rank} in {what}" for rank, what in elsewhere.items())
-        return f"{operation}: other ranks wait elsewhere ({where}), {after}; make the same calls on all ranks"
+        return (
+            f"{operation}: other ranks wait elsewhere ({where}), {after}; make the same calls on all ranks: skip no "
+            "layer at random, and set SEQPAR_CHECK on every rank or on none"
+        )
     return (
         f"{operation}: all ranks arrived, but it did not end, {after}; one of them called another collective of this "
         f"group before it that the others did not call; {ADVICE}"

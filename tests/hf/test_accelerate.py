@@ -682,7 +682,7 @@ class Distillation(transformers.Trainer):  # type: ignore[misc]
     """Stands for TRL's trainer, which needs a second model."""
 
 
-class DistillationOfSequences(seqpar.hf.SequenceParallelMixin, Distillation):  # type: ignore[misc]
+class DistillationOfSequences(seqpar.hf.SequenceParallelMixin, Distillation):
     pass
 
 
@@ -704,7 +704,7 @@ def refused_trainers(group: ProcessGroup, folder: str, by_config: bool) -> None:
     with (
         mock.patch.dict(sys.modules, module),
         torchrun(group),
-        pytest.raises(ValueError, match="Distillation.*: it computes its loss from parts"),
+        pytest.raises(ValueError, match=r"Distillation.*: it computes its loss from parts"),
     ):
         trainer_of(model, config, folder, 1, sequences(4), trainer=classes[1])
 

@@ -68,10 +68,14 @@ def small(name: str, config: str, **arguments: Any) -> Any:
     return parallel(getattr(transformers, name)(config_class(vocab_size=VOCAB, **arguments)))
 
 
-def with_layerdrop(probability: float) -> Any:
-    model = tiny("llama")
+def with_layerdrop(probability: float, after: float | None = None) -> Any:
+    model = tiny("llama").train()
     model.model.layerdrop = probability
-    return parallel(model)
+    parallel(model)
+    if after is not None:
+        model.model.layerdrop = after
+        call(model)
+    return model
 
 
 def with_loss(arguments: Callable[[Tensor], tuple[Any, ...]], **options: Any) -> Any:
@@ -231,6 +235,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "convolution inside": (
         lambda: with_module("model.layers.0.self_attn.conv", nn.Conv1d(4, 4, 3)), INSIDE + r" \(Conv1d\) mixes tokens"
     ),
+    "layerdrop, set later": (lambda: with_layerdrop(0.0, 0.1), r"a layer \(LlamaModel\) drops whole .* layerdrop=0.1"),
     "layerdrop": (
         lambda: with_layerdrop(0.1), r"layer 'model' \(LlamaModel\) drops whole layers .* set its layerdrop to 0"
     ),
@@ -363,7 +368,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "another label, in the forward": (lambda: with_loss(lambda x: (), ignore_index=0), "ignore_index=0: "),
     "another label, by its place": (lambda: with_loss(lambda x: (None, 0)), "ignore_index=0: "),
-    "own labels": (lambda: with_loss(lambda x: (None, -100, x.roll(-1, 1))), "calls its loss function with other labels"),
+    "own labels": (lambda: with_loss(lambda x: (None, -100, x.roll(-1, 1))), "its loss function with other labels"),
     # batches
     "no tokens": (lambda: seqpar.hf.shard_batch({"labels": ONES}), r"'input_ids' \[batch, seq\]"),
     "short mask": (lambda: shard(attention_mask=ONES[:, :7]), r"shape \(2, 7\); expected \(2, 8\)"),
@@ -516,7 +521,9 @@ def test_refused_length_of_the_input(where: str) -> None:
     model = tiny("llama")
     layer = model.model.layers[1]
     layer.set_submodule(where, Measured(layer.get_submodule(where)))
-    with pytest.raises(ValueError, match="outputs depended on how many tokens follow, .* compute it from position_ids"):
+    with pytest.raises(
+        ValueError, match=r"outputs depended on how many tokens follow, .* compute it from position_ids"
+    ):
         parallel(model)
 
 

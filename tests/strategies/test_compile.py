@@ -545,3 +545,12 @@ def compiled_as_by_default(group: ProcessGroup, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "context_parallel", "tp_sp", "mlp", "auto"])
 def test_compiled_with_a_graph_break(pool: Pool, strategy: str) -> None:
     pool.run(2, compiled_as_by_default, strategy)
+
+
+def test_operators_stay_out_of_cuda_graphs() -> None:
+    """``mode="reduce-overhead"`` puts nothing that waits for messages into a CUDA graph."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("seqpar::")]
+    assert "seqpar::attention" in names
+    for name in names:
+        tags = getattr(torch.ops.seqpar, name.removeprefix("seqpar::")).default.tags
+        assert torch.Tag.cudagraph_unsafe in tags, name

@@ -234,6 +234,9 @@ class Traced(nn.Module):
         return y
 
 
+TRACED = Traced()
+
+
 class Compiled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -266,8 +269,8 @@ def modules_of(other: nn.Module, named: Callable[[nn.Module], dict[nn.Module, An
     ("make", "named", "message"),
     [
         (Elsewhere, lambda m: {m: "sequence"}, r"Elsewhere\(? called no .* could replace"),
-        (Traced, lambda m: {m: "sequence"}, "Traced called no .* in TorchScript"),
-        (Traced, lambda m: {m: "sequence", Attention(): Mask.full()}, "called no"),
+        (Traced, lambda m: {m: "sequence"}, "Attention.*: a module of TorchScript, which computes attention"),
+        (Traced, lambda m: {}, "outside of the given modules"),
         (Attention, lambda m: {}, "outside of the given modules"),
         (Attention, lambda m: {m.qkv: "sequence"}, "Linear.* called no|outside of the given modules"),
         (nn.Identity, lambda m: {m: None, Attention(): "sequence"}, "1 of 3 modules were not called .* Attention"),
@@ -387,7 +390,7 @@ def test_blocks_of_two_threads_end_in_any_order() -> None:
 
 
 def test_attention_of_another_thread_meanwhile_is_its_own() -> None:
-    """Even while the block's backward computes a layer again."""
+    """With ``modules``, even while the block's backward computes a layer again."""
     results: list[Tensor] = []
 
     def elsewhere(*args: Any) -> None:
@@ -398,12 +401,36 @@ def test_attention_of_another_thread_meanwhile_is_its_own() -> None:
     model = Checkpointed()
     model.layer.register_forward_pre_hook(elsewhere)
     before = F.scaled_dot_product_attention
-    with seqpar.replace_sdpa(seqpar.Sharding(8)):
+    with seqpar.replace_sdpa(seqpar.Sharding(8), modules={model.layer: "sequence"}):
         model(torch.randn(1, 8, 16)).sum().backward()
     assert F.scaled_dot_product_attention is before
     assert len(results) == 2
     for y in results:
         torch.testing.assert_close(y, F.scaled_dot_product_attention(X[:, :, :3], X, X))
+
+
+def in_another_thread() -> None:
+    """Beside attention in the thread of the block."""
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            F.scaled_dot_product_attention(X, X, X)
+        except ValueError as error:
+            errors.append(error)
+
+    F.scaled_dot_product_attention(X, X, X)
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(20)
+    for error in errors:
+        raise error
+
+
+def traced() -> None:
+    """Beside attention that is not traced."""
+    F.scaled_dot_product_attention(X, X, X)
+    TRACED(torch.randn(1, 8, 16))
 
 
 def reentrant_with_gradients() -> None:
@@ -419,6 +446,8 @@ def reentrant_with_gradients() -> None:
         (flex, r"flex_attention: .* seqpar\.attention with a seqpar\.Mask; .* modules="),
         (fused, "aten._scaled_dot_product_flash_attention_for_cpu: .* seqpar.attention"),
         (fused_by_torch, "_scaled_dot_product_attention_math.*: .* seqpar.attention"),
+        (in_another_thread, "called in a thread outside of a replace_sdpa block"),
+        (traced, "Attention.*: a module of TorchScript, which computes attention over this rank's tokens only"),
         (no_attention, "no token has seen another rank's tokens"),
         (reentrant_checkpoint, "use_reentrant=False"),
         (reentrant_with_gradients, "use_reentrant=False"),
