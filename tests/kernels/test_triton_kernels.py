@@ -22,10 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not thorough", "thorough"])
+def test_kernels_in_the_interpreter(which: str) -> None:
     """In a process of its own, because Triton reads TRITON_INTERPRET when it is imported."""
     files = "tests/kernels/test_triton_interpreter.py", "tests/strategies/test_triton_strategies.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", which, *files]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
