@@ -49,8 +49,9 @@ from .layout import Assigned, Layout, shard_ranges, split_range
 from .levelling import Level
 
 TILE = 128
-_FEWEST_TILES = 4  # of a rank
-_MOST_TILES = 1 << 17  # of a sequence: smaller tiles take too long
+_FEWEST_TILES = 4  # of a rank; with fewer the layout is zigzag
+_ENOUGH_TILES = 16  # of a rank: with fewer the tiles are smaller
+_MOST_TILES = 1 << 18  # of a sequence: smaller tiles take too long
 
 Array = NDArray[np.int64]
 
@@ -93,24 +94,29 @@ def balanced_layout(
     if seq_len < _FEWEST_TILES * TILE * ranks:
         return "zigzag"
     tile = TILE
-    while seq_len % (tile * groups) and seq_len * PERMILLE < 1000 * tile * groups:  # groups may differ by one tile
+    while seq_len < _ENOUGH_TILES * tile * groups or (
+        seq_len % (tile * groups) and seq_len * PERMILLE < 1000 * tile * groups  # groups may differ by one tile
+    ):
         tile //= 2
     best: tuple[int, list[list[Piece]], int] | None = None
     enough = total * (1000 + PERMILLE * len(counted)) // (1000 * groups)
     while tile and (best is None or (best[0] > enough and seq_len // tile < _MOST_TILES >> 3 * len(others))):
         edges = np.minimum(np.arange(-(-seq_len // tile) + 1) * tile, seq_len)
         below, *fewer = (pairs.below(edges).tolist() for pairs in (most_pairs, *others))
-        filled: list[list[Piece]] = [[] for _ in range(groups)]
-        end = 0
-        for pieces in _classes(_components(most_pairs, tile, below), below, fewer):
-            first, end = end, end + sum(p.size for p in pieces)  # dealt to the ranks in turn
-            parts = fill(below, pieces, [len(range(first, end)[(i - first) % groups :: groups]) for i in range(groups)])
-            if others:
-                Level(below, parts).run()
-            filled = [a + b for a, b in zip(filled, parts, strict=True)]
+        if best is not None and not others:  # go on with smaller tiles
+            filled = _halved(best[1], len(below) - 1)
+        else:
+            filled, end = [[] for _ in range(groups)], 0
+            for pieces in _classes(_components(most_pairs, tile, below), below, fewer):
+                first, end = end, end + sum(p.size for p in pieces)  # dealt to the ranks in turn
+                sizes = [len(range(first, end)[(i - first) % groups :: groups]) for i in range(groups)]
+                parts = fill(below, pieces, sizes)
+                if others:
+                    Level(below, parts).run()
+                filled = [a + b for a, b in zip(filled, parts, strict=True)]
         Level(below, filled).run()
         now = busiest([_ranges(x, tile, seq_len) for x in filled])
-        if best is None or now < best[0]:
+        if best is None or now < best[0] or not others:
             best = now, filled, tile
         tile //= 2
     assert best is not None
@@ -191,6 +197,12 @@ def _classes(components: list[Component], below: list[int], others: list[list[in
         for lo, hi in pairwise([c.lo, *changes[bisect_right(changes, c.lo) : bisect_left(changes, c.hi)], c.hi]):
             found[int(classes[lo])].append(Piece(lo, hi, c))
     return [found[key] for key in sorted(found)]
+
+
+def _halved(ranks: list[list[Piece]], tiles: int) -> list[list[Piece]]:
+    """The same pieces in tiles of half the size, of which the sequence has ``tiles``."""
+    components = {p.of: Component(2 * p.of.lo, min(2 * p.of.hi, tiles), p.of.dense_first) for x in ranks for p in x}
+    return [[Piece(2 * p.lo, min(2 * p.hi, tiles), components[p.of]) for p in x] for x in ranks]
 
 
 def _numbered(ranks: list[list[Piece]], per_host: int) -> list[list[Piece]]:
