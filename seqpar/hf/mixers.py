@@ -10,25 +10,52 @@ Shapes: b batch, t tokens, h heads, n heads that several heads share, c channels
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.checks import no_compile
 from ..base.replaced import replaced, replaced_in
 from ..masks.mask import Mask
-from ..mixers import by_heads, halo
+from ..mixers import by_heads, by_states, halo
+from ..placement.layout import shard_ranges
 from ..sharding.sharding import Sharding
 from .batch import BatchShard
 from .state import Patch, current_forward
 
 Original = Callable[..., Any]
+_STATE_BYTES = 4  # of an element of a recurrent state, in float32
+
+
+def sends_states(sharding: Sharding, heads: int, token: int, state: int) -> bool:
+    """Whether a recurrence sends the states of runs, rather than all tokens of some heads. The same on every rank.
+
+    States are computed in three passes over the tokens instead of one. They pay where ranks would have no heads, or
+    where messages go between hosts, if they are fewer bytes.
+
+    Args:
+        sharding: which tokens each rank holds.
+        heads: the number of heads.
+        token: the bytes of one token in the all-to-all to heads and back.
+        state: the bytes of what one run of consecutive tokens does to the state.
+    """
+    ranks = sharding.ranks
+    if heads >= ranks == sharding.per_host or sharding.layout == "striped":
+        return False
+    runs = sum(len(shard_ranges(sharding.seq_len, ranks, rank, sharding.layout)) for rank in range(ranks))
+    return runs * state < sharding.seq_len * token // ranks
+
+
+def _token_bytes(*tensors: Tensor) -> int:
+    """The bytes of one token of one batch row."""
+    return sum(x[0, 0].nbytes for x in tensors)
 
 
 def _convolution(
@@ -75,9 +102,55 @@ def _delta_rule(
         out: Tensor = original(q, k, v, g=decay, beta=b[..., 0], chunk_size=chunk_size, **kwargs)[0]
         return out
 
+    def of_runs(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = original(
+            q, k, v, g=decay, beta=b, chunk_size=chunk_size, initial_state=state, output_final_state=True, **kwargs
+        )
+        return found
+
+    def identity(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        (r, _, h), d = v.shape[:3], k.shape[3]
+        state = torch.eye(d, device=v.device).expand(r, h, d, d).contiguous()
+        return state, (q, k, v.new_zeros(*v.shape[:3], d), decay, b)
+
+    (h, e), d = value.shape[2:], key.shape[3]
+    moved = _token_bytes(query, key, value, g, beta, value)
+    if sends_states(options["sharding"], h, moved, _STATE_BYTES * h * d * (d + e)):
+        return _through_states(of_runs, identity, torch.matmul, (query, key, value, g, beta), options), None
     x = value, g[..., None] if per_head else g, beta[..., None]
     out: Tensor = by_heads(of_heads, x, (query, key), **options)
     return out, None
+
+
+def _through_states(
+    run: Callable[..., tuple[Tensor, Tensor]],
+    identity: Callable[..., tuple[Tensor, Sequence[Tensor]]],
+    apply: Callable[[Tensor, Tensor], Tensor],
+    x: Sequence[Tensor],
+    options: dict[str, Any],
+) -> Tensor:
+    """A recurrence over runs ``[r, m, ...]`` of this rank's tokens, from the states of the tokens before them.
+
+    A run changes a state S to ``apply(T, S) + S'``. S' is its final state from an empty one; T is its final state from
+    ``identity``, without new values.
+
+    Args:
+        run: ``run(state, *x)`` returns outputs and the final state.
+        identity: takes ``x``, and returns the state, and ``x`` without values, whose final state is T.
+    """
+
+    def scan(*y: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+        state, without_values = identity(*y)
+        return y, (run(state, *without_values)[1], run(None, *y)[1])
+
+    def merge(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return apply(second[0], first[0]), apply(second[0], first[1]) + second[1]
+
+    def correct(*of_run: Any) -> Tensor:
+        *y, before = of_run
+        return run(None if before is None else before[1], *y)[0]
+
+    return by_states(scan, merge, correct, x, **options)
 
 
 def _mamba2(
@@ -112,6 +185,20 @@ def _mamba2(
         )  # fmt: skip
         return out
 
+    def of_runs(state: Tensor | None, y: Tensor, step: Tensor, *groups: Tensor) -> tuple[Any, Any]:
+        found: tuple[Any, Any] = original(
+            y, step, A, *groups, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=state,
+            dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True, **kwargs,
+        )  # fmt: skip
+        return found
+
+    def identity(y: Tensor, step: Tensor, *groups: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        state = torch.ones(y.shape[0], *y.shape[2:], groups[0].shape[3], device=y.device)
+        return state, (torch.zeros_like(y), step, *groups)
+
+    (h, e), d = x.shape[2:], B.shape[3]
+    if sends_states(options["sharding"], h, _token_bytes(x, dt, B, C, x), _STATE_BYTES * h * 2 * d * e):
+        return _through_states(of_runs, identity, torch.mul, (x, dt, B, C), options)
     out: Tensor = by_heads(of_heads, (x, dt[..., None]), (B, C), **options)
     return out
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 import seqpar.hf
+from seqpar.hf import mixers
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
 from .families import Family, make_batch, one_process, tiny
@@ -99,8 +103,11 @@ def errors(
         if case.how == "checkpoint":
             model.gradient_checkpointing_enable()
         seqpar.hf.parallelize(model, **ranks, strategy=case.strategy, layout=case.layout)
-        loss = model(**make_batch(case.batch, True, model)).loss
-        loss.backward()
+        with ExitStack() as stack:
+            if case.how == "states":
+                stack.enter_context(mock.patch.object(mixers, "sends_states", return_value=True))
+            loss = model(**make_batch(case.batch, True, model)).loss
+            loss.backward()
         seqpar.sync_gradients(model, **ranks)
         distance = float((gradients(model) - expected).norm() / expected.norm())
         found.append((abs(float(loss.detach()) - expected_loss) / abs(expected_loss), distance))
@@ -136,6 +143,32 @@ def test_every_model(pool: Pool, model: str) -> None:
 def test_documents_on_one_rank(pool: Pool, model: str) -> None:
     """Transformers itself lets documents of a packed row see one another in these layers; seqpar does not."""
     check(pool, 1, [Case(model, "packed")])
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "nemotron_h", "kimi_linear"])
+def test_states_instead_of_heads(pool: Pool, model: str) -> None:
+    for world, cases in (
+        (2, [("plain", "contiguous"), ("left", "zigzag")]),
+        (3, [("packed", "zigzag"), ("packed", "contiguous")]),
+    ):
+        check(pool, world, [Case(model, batch, "ring", layout, "states") for batch, layout in cases])
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "layout", "ranks", "per_host", "states"),
+    [
+        (1 << 20, "zigzag", 16, 8, True),  # messages between hosts
+        (1 << 20, "zigzag", 16, 16, False),
+        (1 << 22, "zigzag", 64, 64, True),  # more ranks than heads
+        (1 << 20, "striped", 64, 8, False),
+        (1 << 14, "zigzag", 64, 8, False),  # states would be more bytes
+        (1 << 14, "contiguous", 1, 1, False),
+    ],
+)
+def test_states_where_they_pay(seq_len: int, layout: str, ranks: int, per_host: int, states: bool) -> None:
+    """For a layer of Qwen3.5 with 32 heads, 12 KB a token each way and 4 MB a state."""
+    sharding: Any = SimpleNamespace(seq_len=seq_len, layout=layout, ranks=ranks, per_host=per_host)
+    assert mixers.sends_states(sharding, 32, 25_000, 4 * 32 * 128 * 256) is states
 
 
 def test_mesh(own: OwnPool) -> None:
