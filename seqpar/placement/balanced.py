@@ -176,14 +176,13 @@ class _Pairs:
 def _components(pairs: _Pairs, tile: int, below: list[int]) -> list[Component]:
     """The components in whole tiles. A tile with two of them belongs to the one whose queries there see more keys."""
     at = pairs.component_starts()
-    before, here, after = (pairs.below(at + i) for i in (-1, 0, 1))
+    before, here, after = pairs.below(np.concatenate([at - 1, at, at + 1])).reshape(3, -1)
     cuts = np.where(here - before >= after - here, -(-at // tile), at // tile)
-    edges = [0, *np.unique(cuts[(cuts > 0) & (cuts < len(below) - 1)]).tolist(), len(below) - 1]
-    found = []
-    for lo, hi in pairwise(edges):
-        half = (hi - lo) // 2
-        found.append(Component(lo, hi, below[lo + half] - below[lo] > below[hi] - below[hi - half]))
-    return found
+    edges = np.concatenate([[0], np.unique(cuts[(cuts > 0) & (cuts < len(below) - 1)]), [len(below) - 1]])
+    lo, hi, f = edges[:-1], edges[1:], np.array(below)
+    half = (hi - lo) // 2
+    dense_first = f[lo + half] - f[lo] > f[hi] - f[hi - half]
+    return [*map(Component, lo.tolist(), hi.tolist(), dense_first.tolist())]
 
 
 def _classes(components: list[Component], below: list[int], others: list[list[int]]) -> list[list[Piece]]:

@@ -69,9 +69,8 @@ class _Filler:
         short = list[Piece]()
         for piece in pieces:
             (self.long if self._is_long(piece) else short).append(piece)
-        short = self._merged(short)
-        self.short = sorted(short, key=lambda piece: (self._mean(piece), piece.lo))
-        self.means = [self._mean(piece) for piece in self.short]
+        by_mean = sorted((self._mean(piece), piece.lo, piece) for piece in self._merged(short))
+        self.short, self.means = [piece for *_, piece in by_mean], [mean for mean, *_ in by_mean]
         self._prefixes: tuple[list[int], list[int]] | None = None  # of ``_sparsest``, until ``short`` changes
 
     def _is_long(self, piece: Piece) -> bool:
