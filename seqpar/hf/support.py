@@ -41,6 +41,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _MIXER_TYPES = ("linear_attention", "conv", "mamba", "attention", "hybrid", "moe", "mlp")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
+_KEEPING_LOSSES = {"transformers", "accelerate", "torch", "seqpar"}  # whose decorators keep a forward's loss
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _TOWERS = ("vision_config", "audio_config")
 # Methods of peft that cannot be sharded, and why.
@@ -269,11 +270,24 @@ def _is_supported(loss: Loss, model: PreTrainedModel) -> bool:
     """Whether ``TokenLoss`` can compute the loss of ``model``, or checks it in each call (``check_loss``)."""
     if loss.calls_loss_function:
         return default_loss(model) in [LOSS_MAPPING[name] for name in _LOSSES]
-    return loss.shift is not None or not _is_of_transformers(loss.forward)
+    return loss.shift is not None or not _is_of_transformers(model)
 
 
-def _is_of_transformers(forward: Any) -> bool:
-    return str(forward.__module__).startswith("transformers.")
+def _is_of_transformers(model: nn.Module) -> bool:
+    """Whether the forward of ``model`` is in a file of transformers, and each of its decorators keeps the loss."""
+    forward, packages = _forward_of(model), []
+    while forward is not None:
+        file = getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__", "")
+        packages.append(file.partition(".")[0])
+        forward = getattr(forward, "__wrapped__", None)
+    return packages[-1] == "transformers" and {*packages} <= _KEEPING_LOSSES
+
+
+def _forward_of(model: nn.Module) -> Any:
+    """The forward that ``model`` has now; ``wrap_forward`` looks it up in the class at each call."""
+    forward = vars(model).get("forward")
+    ours = forward is None or getattr(forward, "__module__", "").startswith("seqpar.hf.")
+    return type(model).forward if ours else forward
 
 
 def default_loss(model: nn.Module) -> Callable[..., Any]:
@@ -286,8 +300,7 @@ def default_loss(model: nn.Module) -> Callable[..., Any]:
 def computes_cross_entropy(model: nn.Module) -> bool:
     """Whether the forward of ``model`` is transformers' and returns a cross-entropy that it computes itself."""
     loss: Loss = cast(Any, model)._seqpar_loss
-    forward = function_of(model.forward)
-    return loss.shift is not None and forward is loss.forward and _is_of_transformers(forward)
+    return loss.shift is not None and function_of(_forward_of(model)) is loss.forward and _is_of_transformers(model)
 
 
 def pools_last_token(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import pytest
@@ -264,8 +264,9 @@ def computing(loss: Callable[[Tensor, Tensor], Tensor]) -> Any:
         found = None if labels is None else loss(logits, labels)  # and not self.loss_function(...)
         return MaskedLMOutput(loss=found, logits=logits)
 
-    forward.__module__ = "transformers.models.bert.modeling_bert"
-    cls: Any = type("Mine", (transformers.BertForMaskedLM,), {"forward": forward})
+    code = {**globals(), "__name__": "transformers.models.bert.modeling_bert"}
+    of_transformers = types.FunctionType(forward.__code__, code, "forward", forward.__defaults__, forward.__closure__)
+    cls: Any = type("Mine", (transformers.BertForMaskedLM,), {"forward": of_transformers})
     model = made(cls, "bert")
     for layer in model.bert.encoder.layer:
         layer.attention.self.key.bias.requires_grad_(False)  # as in ``tiny``
@@ -306,6 +307,25 @@ def test_losses_in_forwards_of_transformers(what: str) -> None:
     model.zero_grad()
     ours = trained(seqpar.hf.parallelize(model, strategy="local"), batch)
     assert ours.loss == pytest.approx(expected.loss, abs=LOSS) and worst(ours.gradients, expected.gradients) < GRADIENT
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_decorated_forward_of_transformers(later: bool) -> None:
+    """The decorator would not see the loss, which is computed after the forward."""
+    model = computing(mean)
+
+    @wraps(model.forward)
+    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = type(self).undecorated(self, *args, **kwargs)
+        if output.loss is not None:
+            output.loss = 2 * output.loss
+        return output
+
+    if later:
+        seqpar.hf.parallelize(model, strategy="local")
+    type(model).undecorated, type(model).forward = type(model).forward, doubled
+    with pytest.raises(ValueError, match="the forward of Mine returned a loss of its own"):
+        (model if later else seqpar.hf.parallelize(model, strategy="local"))(**make_batch("plain"))
 
 
 def test_use_of_missing_logits_raises() -> None:

@@ -421,13 +421,14 @@ def test_trial_run_changes_nothing(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "kinds"), [("llama", 1), ("gemma2", 2), ("qwen3_moe", 1)])
 def test_trial_run_skips_duplicate_layers(kind: str, kinds: int) -> None:
-    """Rows that differ, twice, and the last row with and without positions, and with labels; or a failed run, twice."""
+    """Rows that differ, twice; the last row with and without positions, with more tokens, with labels; or a failed run,
+    twice."""
     changes = {"layer_types": ["sliding_attention", "full_attention"] * 3} if kind == "gemma2" else {}
     model = tiny(kind, num_hidden_layers=6, **changes)
     with mock.patch.object(type(model.model.layers[0]), "forward", autospec=True) as forward:
         forward.side_effect = lambda layer, hidden_states, **kwargs: hidden_states
         trial = run_trial(model)
-    assert forward.call_count == kinds * (2 if trial.error else 5)
+    assert forward.call_count == kinds * (2 if trial.error else 6)
     assert {id(m) for m in run_trial(model).attention_modules} == {id(layer.self_attn) for layer in model.model.layers}
 
 
