@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from inspect import unwrap
 from types import MethodType
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from ..base.checks import no_compile
 from ..comm.collectives import sum_shards
 from ..comm.waiting import operation
 from ..masks.mask import LayerMask, Mask, layer_mask
+from ..memory.weights import CACHE_ARGUMENTS
 from ..placement.layout import TokenLayout
 from ..sharding.sharding import Sharding
 from ..sharding.shards import local_shard
@@ -97,8 +99,10 @@ def run_indexer(
         return x.narrow(of_tokens, tokens.start, tokens.stop - tokens.start)
 
     args, kwargs = tree_map(part, call)
+    names = unwrap(type(indexer).forward).__code__.co_varnames
+    (cache,) = (name for name in CACHE_ARGUMENTS if name in names)
     try:
-        return type(indexer).forward(indexer, *args, **{**kwargs, "cache": _Cache(keys)})  # type: ignore[no-any-return]
+        return type(indexer).forward(indexer, *args, **{**kwargs, cache: _Cache(keys)})  # type: ignore[no-any-return]
     except _KeysFoundError as found:
         return found.keys
 
