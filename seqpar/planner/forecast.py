@@ -72,7 +72,7 @@ class Calibration:
 
 
 def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:
-    """Seconds of a step's matrix products and of its attention at the published rates, without anything else.
+    """Seconds of a step's matrix products, with those of mixers, and of its attention at the published rates.
 
     Args:
         setting: the run.
@@ -82,7 +82,7 @@ def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:
     sequences = s.batch * s.replicas * s.accumulation / s.ranks
     rate = s.hardware.rate(s.kernel)
     flops = m.layers * (m.d + m.d_out) * 2.0 * pairs * sequences
-    gemm = 6.0 * m.multiplied_parameters * s.seq_len * sequences / s.hardware.gemm_flops
+    gemm = 3.0 * m.token_flops * s.seq_len * sequences / s.hardware.gemm_flops
     return gemm, flops / rate.forward + 2.5 * flops / rate.backward
 
 
