@@ -47,7 +47,7 @@ class RankTimeline:
         self._attention: AttentionTimeline | IndexedTimeline | None = None
         if kind.attention:
             grouped = replace(place, setting=replace(setting, model=group))
-            self._attention = IndexedTimeline(place, self._tokens) if kind.indexed else AttentionTimeline(grouped)
+            self._attention = IndexedTimeline(place) if kind.indexed else AttentionTimeline(grouped)
         self._mixer = MixerTimeline(place, m.mixer, self._tokens // setting.batch) if kind.mixer and m.mixer else None
 
     def attention(self, timeline: Timeline, backward: bool = False) -> None:

@@ -10,7 +10,8 @@ c tokens. In its recurrence, a head with keys of d elements and values of e elem
   of it (Dao and Gu, arXiv 2405.21060, section 6);
 * 9 d for each channel in Mamba-1, without chunks (as the authors count it, state-spaces/mamba #110).
 
-Kept are the tensors that backward reads with the kernels of flash-linear-attention, mamba-ssm and causal-conv1d.
+Kept are the tensors that autograd keeps of the layers of transformers on several ranks, with the kernels of
+flash-linear-attention, mamba-ssm and causal-conv1d.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ Size = Callable[..., int]  # an entry of the configuration by its names, with a 
 
 def _delta_rule(name: str, weights_in: int, kept: int, heads: int, groups: int, d: int, e: int, decay: int, width: int,
                 hidden: int) -> Mixer:  # fmt: skip
-    """``decay``: elements of the decay of a head, which are float32."""
+    """``decay``: elements of the decay of a head, which are float32.
+
+    Kept besides ``kept`` of the result: as float32, with its norm, and times its gate; the gate as float32 and after
+    its activation. Of each head, what the decay is computed from and the norm.
+    """
     channels = 2 * groups * d + heads * e
     c = _DELTA_CHUNK
     return Mixer(
@@ -74,7 +79,7 @@ def _delta_rule(name: str, weights_in: int, kept: int, heads: int, groups: int, 
         width,
         weights_in + channels * width,
         heads * e * hidden,
-        kept + 3 * heads * e,  # the result, its gate, and their product
+        kept + 9 * heads * e + 6 * heads,
         heads,
         groups,
         of_head=e + 2 * decay + 1,  # v, decay and beta
@@ -111,7 +116,7 @@ def _mamba_2(size: Size, hidden: int) -> Mixer:
         width,
         hidden * (h * e + channels + h) + channels * width,  # gate, x, B and C, dt
         h * e * hidden,
-        4 * h * e + 2 * h,  # the result of this rank's heads and tokens, its gate, their product; the decays in float32
+        11 * h * e + 2 * h,  # the result, with its gate and in float32, and its norm; the decays in float32
         h,
         n,
         of_head=e + 1,  # x and dt
@@ -130,7 +135,7 @@ def _mamba_1(size: Size, hidden: int) -> Mixer:
         width,
         hidden * 2 * c + c * (rank + 2 * d) + rank * c + c * width,  # x and gate; dt's input, B, C; dt
         c * hidden,
-        4 * c + rank + 2 * d,  # the gate, the convolution's output, the result of this rank's channels and tokens
+        3 * c + 4 * rank + 6 * d,  # the convolution's output, the result of this rank's channels, and of its tokens
         c,
         of_head=3,  # x, dt and the gate
         of_group=2 * d,  # B and C

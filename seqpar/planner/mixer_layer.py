@@ -145,11 +145,10 @@ class IndexedTimeline:
 
     Args:
         place: the rank.
-        tokens: this rank's, of all batch rows.
     """
 
-    def __init__(self, place: RankPlace, tokens: int) -> None:
-        self._place, self._tokens = place.among_all, tokens
+    def __init__(self, place: RankPlace) -> None:
+        self._place, self._tokens = place.among_all, place.setting.tokens
 
     def record(self, timeline: Timeline, backward: bool = False) -> None:
         """Record the forward, or the backward, which computes attention again. An indexer is not trained."""
