@@ -68,7 +68,9 @@ class Calibration:
         """The factors of the expected time between which a step is expected to take."""
         low, high = (self.ranges or {}).get(kind_of(setting, pairs), (1.0, 1.0))
         # No published run with experts names its settings well enough to be forecast, except one at a million tokens.
-        return (low / 1.25, high * 1.25) if setting.model.experts else (low, high)
+        # None of those that are compared has mixers or indexers.
+        m = setting.model
+        return (low / 1.25, high * 1.25) if m.experts or m.mixer or m.index_heads else (low, high)
 
 
 def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:

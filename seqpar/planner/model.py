@@ -387,15 +387,17 @@ def _of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         width = expert_width
     if str(kind).startswith("zamba"):
         raise ValueError(f"model: model_type={kind!r}: layers that share their weights are not modelled")
-    mixer = mixer_of(config, size, hidden)
     kinds, local_tokens = _kinds(config, types, layers)
-    if mixer is None and any(kind.mixer for kind in kinds):
+    mixes, indexed = any(x.mixer for x in kinds), any(x.indexed for x in kinds)
+    mixer = mixer_of(config, size, hidden) if mixes or not types else None
+    if mixer and not types:
+        raise ValueError("model: the configuration does not say which layers have attention; add layer_types")
+    if mixes and mixer is None:
         names = sorted({name for name in types if _KINDS[name].mixer})
         raise ValueError(
             f"model: layer_types: the {', '.join(names)} layers of model_type={kind!r} are not modelled, only Gated "
             "DeltaNet, Kimi Delta Attention, Mamba-1, Mamba-2 and short convolutions, by their entries of config.json"
         )
-    indexed = any(kind.indexed for kind in kinds)
     return ModelShape(
         name,
         layers,

@@ -76,7 +76,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def shape_of(kind: str) -> ModelShape:
-    return model_of({"model_type": kind, **SIZES, **CONFIGS[kind]})
+    types = {"layer_types": ["linear_attention", "full_attention"] * 2} if kind == "kimi_linear" else {}
+    return model_of({"model_type": kind, **SIZES, **CONFIGS[kind], **types})
 
 
 def transformers_config(kind: str) -> Any:
@@ -365,6 +366,7 @@ def test_an_indexer_limits_the_pairs_of_attention() -> None:
         ),
         ("nemotron_h", {**CONFIGS["nemotron_h"], "moe_latent_size": 8}, "moe_latent_size"),
         ("qwen3_next", {**DELTA, "linear_key_head_dim": None}, "has no linear_key_head_dim; add it"),
+        ("kimi_linear", CONFIGS["kimi_linear"], "which layers have attention; add layer_types"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(kind: str, others: dict[str, Any], message: str) -> None:
