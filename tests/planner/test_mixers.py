@@ -176,6 +176,18 @@ def test_flops_of_a_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counter.get_total_flops() == mixer.flops * mixer.heads * tokens
 
 
+def test_flops_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of Qwen3.5's four layers, which PyTorch counts; its attention computes all pairs."""
+    config = transformers_config("qwen3_5_text")
+    model = sys.modules["transformers"].AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    monkeypatch.setattr(sys.modules[type(model).__module__], "is_torchdynamo_exporting", lambda: True)
+    tokens = 512
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
+    planned = model_of(config).model_flops(tokens, tokens**2 / 4) / 3  # one layer of four has attention
+    assert counter.get_total_flops() == pytest.approx(planned, rel=0.002)
+
+
 # Bytes
 
 BATCH, PER_HOST = 2, 4
@@ -331,6 +343,8 @@ def test_plans(name: str) -> None:
         plan.model.model_flops(plan.best.tokens_per_step, plan.global_batch * plan.pairs)
     )
     assert plan.pairs < (1 << 34) / 3  # of the layers with attention, as a mean of all
+    with pytest.raises(ValueError, match="recompute='none' or 'full' only, and no other switch"):
+        seqpar.plan(name, 1 << 17, 32, head_groups=2)
     recomputed = next(x for x in seqpar.plan(name, 1 << 17, 32, recompute="full").choices)
     assert "model.gradient_checkpointing_enable()" in plan.code(recomputed)
     assert "Memory(" not in plan.code(recomputed)
