@@ -6,6 +6,7 @@ here, with tensors without data. Those of an indexer are the collectives of ``se
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from types import SimpleNamespace
@@ -47,37 +48,37 @@ class MixerTimeline:
     def forward(self, timeline: Timeline) -> None:
         """Record the convolution, the recurrence and the product of the result with its gate."""
         m = self._mixer
-        if self._setting.layout == "striped":
-            self._by_heads(timeline, m.channels, 1, of_head=1, of_group=0, result=1)
-        else:
-            self._halo(timeline, False)
+        self._convolution(timeline, False)
         self._memory_bound(timeline, "convolution", 2 * m.channels)
-        self._by_heads(timeline, m.heads, m.groups, m.of_head, m.of_group, m.result, 1)
+        self._by_heads(timeline, m, 1)
         self._memory_bound(timeline, "gate", 3 * m.heads * m.result)
 
     def backward(self, timeline: Timeline) -> None:
         """Record the backward of these. The recurrence is computed again in it."""
         m = self._mixer
         self._memory_bound(timeline, "gate", 5 * m.heads * m.result)
-        self._by_heads(timeline, m.heads, m.groups, m.of_head, m.of_group, m.result, 3, backward=True)
+        self._by_heads(timeline, m, 3, backward=True)
         self._memory_bound(timeline, "convolution", 4 * m.channels)
-        if self._setting.layout == "striped":
-            self._by_heads(timeline, m.channels, 1, of_head=1, of_group=0, result=1, backward=True)
-        else:
-            self._halo(timeline, True)
+        self._convolution(timeline, True)
 
-    def _by_heads(
-        self, timeline: Timeline, heads: int, groups: int, of_head: int, of_group: int, result: int, times: int = 0,
-        backward: bool = False,
-    ) -> None:  # fmt: skip
+    def _convolution(self, timeline: Timeline, backward: bool) -> None:
+        """Record the messages of the convolution. Striped tokens are sent by channels, as ``seqpar.hf`` does."""
+        m = self._mixer
+        if self._setting.layout == "striped":
+            channels = replace(m, heads=m.channels, groups=1, of_head=1, of_group=0, result=1)
+            self._by_heads(timeline, channels, 0, backward)
+        else:
+            self._halo(timeline, backward)
+
+    def _by_heads(self, timeline: Timeline, m: Mixer, times: int, backward: bool = False) -> None:
         """Record an all-to-all to heads, ``times`` the recurrence of the heads of one rank, and the way back."""
-        if not heads:
+        if not m.heads:
             return
         s, length = self._setting, self._setting.seq_len
-        of_rank = -(-heads // s.ulysses)  # of the rank with the most heads, for which all others wait
-        elements = of_rank * (of_head + result) + -(-groups // s.ulysses) * of_group
-        flops = of_rank * self._mixer.flops / s.hardware.gemm_flops
-        seconds = max(flops, ELEMENT_BYTES * elements / s.hardware.memory_bandwidth) * s.batch * length
+        of_rank = -(-m.heads // s.ulysses)  # of the rank with the most heads, for which all others wait
+        elements = of_rank * (m.of_head + m.result) + -(-m.groups // s.ulysses) * m.of_group
+        nbytes, flops = ELEMENT_BYTES * elements, of_rank * m.flops
+        seconds = max(flops / s.hardware.gemm_flops, nbytes / s.hardware.memory_bandwidth) * s.batch * length
 
         def compute() -> None:
             timeline.compute("recurrence", times * seconds + s.hardware.kernel * (times > 0))
@@ -85,27 +86,25 @@ class MixerTimeline:
         if s.ulysses == 1:
             compute()
             return
-        recorded = RecordedHeadExchange(
-            self._placement, Heads.of_model(heads, groups), 1, timeline=timeline, place=self._place
-        )
-        exchange = Exchange(recorded)
-        own = exchange.slice.stop - exchange.slice.start
+        heads = Heads.of_model(m.heads, m.groups)
+        exchange = Exchange(RecordedHeadExchange(self._placement, heads, 1, timeline=timeline, place=self._place))
+        own, shared = exchange.chunk.heads.queries, exchange.chunk.heads.kv_index() or exchange.chunk.heads.kv
 
-        def tensor(tokens: int, *shape: int) -> Tensor:
-            return torch.empty(s.batch, tokens, *shape, dtype=s.dtype, device=_META)
+        def tensors(tokens: int, *shapes: tuple[int, int]) -> list[Tensor]:
+            """``[b, tokens, h, d]`` for each shape ``(h, d)`` with elements."""
+            return [torch.empty(s.batch, tokens, *x, dtype=s.dtype, device=_META) for x in shapes if x[1]]
 
         ctx = SimpleNamespace(heads=exchange, count=1)
         if not backward:
-            kv = [tensor(self._tokens, groups, of_group)] if of_group else []
-            ToHeads.forward(ctx, exchange, 1, tensor(self._tokens, heads, of_head), *kv)
+            ToHeads.forward(ctx, exchange, 1, *tensors(self._tokens, (m.heads, m.of_head), (m.groups, m.of_group)))
             compute()
-            ToSequence.forward(ctx, exchange, tensor(length, own, result))
+            ToSequence.forward(ctx, exchange, *tensors(length, (len(own), m.result)))
             return
-        ctx.count = own
-        ToSequence.backward(ctx, tensor(self._tokens, heads, result))
+        ToSequence.backward(
+            SimpleNamespace(heads=exchange, count=len(own)), *tensors(self._tokens, (m.heads, m.result))
+        )
         compute()
-        ctx.count, read = 1, len(exchange.chunk.heads.kv_index() or exchange.chunk.heads.kv)
-        ToHeads.backward(ctx, tensor(length, own, of_head), *([tensor(length, read, of_group)] if of_group else []))
+        ToHeads.backward(ctx, *tensors(length, (len(own), m.of_head), (len(shared), m.of_group)))
 
     def _halo(self, timeline: Timeline, backward: bool) -> None:
         """Record the rows before this rank's runs of tokens, or in backward their gradients, which are float32."""
