@@ -12,7 +12,8 @@ training step, ``forecast.py`` its range and ``memory.py`` its memory. The time 
 from .choose import Plan, plan
 from .hardware import HARDWARE, Hardware
 from .memory import Memory, Switches
-from .model import MODELS, ModelShape
+from .mixer import Mixer
+from .model import MODELS, Kind, ModelShape
 from .step import Choice
 
-__all__ = ["HARDWARE", "MODELS", "Choice", "Hardware", "Memory", "ModelShape", "Plan", "Switches", "plan"]
+__all__ = ["HARDWARE", "MODELS", "Choice", "Hardware", "Kind", "Memory", "Mixer", "ModelShape", "Plan", "Switches", "plan"]
