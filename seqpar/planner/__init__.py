@@ -16,4 +16,16 @@ from .mixer import Mixer
 from .model import MODELS, Kind, ModelShape
 from .step import Choice
 
-__all__ = ["HARDWARE", "MODELS", "Choice", "Hardware", "Kind", "Memory", "Mixer", "ModelShape", "Plan", "Switches", "plan"]
+__all__ = [
+    "HARDWARE",
+    "MODELS",
+    "Choice",
+    "Hardware",
+    "Kind",
+    "Memory",
+    "Mixer",
+    "ModelShape",
+    "Plan",
+    "Switches",
+    "plan",
+]
