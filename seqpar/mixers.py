@@ -276,7 +276,7 @@ def _link(sharding: Sharding, like: Tensor) -> tuple[Placement, Link | None]:
     return placement, links_of(placement, like.device).ulysses
 
 
-class _Heads:
+class Exchange:
     """The all-to-all of ``by_heads``. Ranks without heads of their own compute the last head too."""
 
     def __init__(self, exchange: HeadExchange) -> None:
@@ -341,9 +341,9 @@ def _as_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.contiguous().view(unit) for x in tensors]
 
 
-class _ToHeads(torch.autograd.Function):
+class ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: _Heads, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, heads: Exchange, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.count = heads, count
         shards = heads.to_heads(heads.chunk, tensors[:count], tensors[count:])
         if (index := heads.repeated(shards[0].device)) is not None:
@@ -367,9 +367,9 @@ class _ToHeads(torch.autograd.Function):
         )
 
 
-class _ToSequence(torch.autograd.Function):
+class ToSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads: _Heads, *shards: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, heads: Exchange, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.count = heads, shards[0].shape[2]
         return tuple(heads.to_sequence(shards))
 
@@ -386,7 +386,7 @@ class _ToSequence(torch.autograd.Function):
 @no_compile
 def _exchange_of(
     heads: Heads, like: Tensor, sharding: Sharding, mask: Mask | None
-) -> tuple[_Heads | None, Groups | None]:
+) -> tuple[Exchange | None, Groups | None]:
     placement, link = _link(sharding, like)
     groups = None if mask is None else document_groups(placement.tokens, mask, like.shape[0], like.device)
     if link is None:
@@ -395,25 +395,25 @@ def _exchange_of(
     assert exchange is not None
     key = "by_heads", heads, link
     if key not in placement.kept:
-        placement.kept[key] = _Heads(exchange)
+        placement.kept[key] = Exchange(exchange)
     return placement.kept[key], groups
 
 
 @no_compile
-def _to_heads(heads: _Heads | None, xs: tuple[Tensor, ...], kvs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _to_heads(heads: Exchange | None, xs: tuple[Tensor, ...], kvs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if heads is None:
         return *xs, *kvs
     with operation("by_heads"):
-        shards: tuple[Tensor, ...] = _ToHeads.apply(heads, len(xs), *_joined((*xs, *kvs)))
+        shards: tuple[Tensor, ...] = ToHeads.apply(heads, len(xs), *_joined((*xs, *kvs)))
     return shards
 
 
 @no_compile
-def _to_sequence(heads: _Heads | None, shards: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _to_sequence(heads: Exchange | None, shards: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     if heads is None:
         return shards
     with operation("by_heads"):
-        results: tuple[Tensor, ...] = _ToSequence.apply(heads, *_joined(shards))
+        results: tuple[Tensor, ...] = ToSequence.apply(heads, *_joined(shards))
     return results
 
 

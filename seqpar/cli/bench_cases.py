@@ -19,6 +19,7 @@ from ..masks.mask import Mask
 from ..placement.layout import LAYOUT_WORDS, LayoutWord
 from ..placement.strategies import COMMS, STRATEGIES
 from ..planner.mixes import mask_of
+from .bench_mixer import operations
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
@@ -33,6 +34,7 @@ class Preset(NamedTuple):
     qk_to_v: float = 1.0  # head_dim of q and k / head_dim of v
     layouts: tuple[LayoutWord, ...] = ("zigzag",)  # compared for strategies that send K/V
     seq_lens: tuple[int, ...] = (8192, 16384, 32768)  # on CUDA
+    mixer: bool = False  # linear attention by heads instead of attention
 
 
 PRESETS: dict[str, Preset] = {
@@ -59,6 +61,9 @@ PRESETS: dict[str, Preset] = {
         "all tokens see each other; on CUDA 4,096 tokens of an image (1024 x 1024 in Flux) and 512 of text",
         layouts=("contiguous",),
         seq_lens=(4608,),
+    ),
+    "linear": Preset(
+        "causal", "linear attention with a decay, by seqpar.mixers.by_heads; beside the preset causal", mixer=True
     ),
 }  # fmt: skip
 
@@ -118,6 +123,11 @@ class BenchCase:
         return mask_of(self.mask, self.seq_len)
 
     @property
+    def mixer(self) -> bool:
+        """Whether it is linear attention."""
+        return PRESETS[self.preset].mixer
+
+    @property
     def causal(self) -> bool | None:
         """True for a causal mask, False for a full mask, None for any other mask."""
         return {"causal": True, "full": False}.get(self.mask)
@@ -128,8 +138,11 @@ class BenchCase:
         return self.batch * int((hi.clamp_max(self.seq_len) - lo.clamp_min(0)).clamp_min(0).sum())
 
     def operations(self, backward: bool) -> float:
-        """Floating-point operations over the visible pairs: 2 matrix products in forward, 5 in backward."""
+        """Floating-point operations over the visible pairs: 2 matrix products in forward, 5 in backward. Linear
+        attention computes no pairs."""
         d, e = self.head_dim, self.v_head_dim
+        if self.mixer:
+            return operations(self.batch * self.seq_len, self.heads, d, e, backward)
         return 2.0 * self.visible_pairs() * self.heads * ((3 * d + 2 * e) if backward else (d + e))
 
     def __str__(self) -> str:
@@ -221,8 +234,11 @@ class BenchConfig:
     def strategies(self, preset: str, ranks: int) -> list[BenchStrategy]:
         """The strategies to compare on ``ranks`` ranks, with every layout and backend of the options.
 
-        By default, an all-to-all has contiguous shards, and each other strategy has the layouts of the preset.
+        By default, an all-to-all has contiguous shards, and each other strategy has the layouts of the preset. Linear
+        attention has one strategy.
         """
+        if PRESETS[preset].mixer:
+            return [BenchStrategy("by_heads", layout) for layout in self.layout or ("contiguous",)]
         default = ("ring", "ulysses", "all_gather", *(["hybrid"] if ranks >= 4 else []), "auto")
         defaults: dict[str, tuple[LayoutWord, ...]] = {"ulysses": ("contiguous",), "a2a": ("contiguous",)}
         return [

@@ -29,6 +29,7 @@ from .bench_runners import (
     Runner,
     Times,
     local_runner,
+    mixer_runner,
     peer_runner,
     reference,
     sdpa_runner,
@@ -143,10 +144,14 @@ class CaseMeasurement:
         expected, reason = self._groups.together(self._reference)
         if expected is None:
             raise RuntimeError(f"{setting.case}: the reference cannot be computed: {reason}")
-        self._add("SDPA", "ideal", partial(sdpa_runner, setting), expected)
-        for backend, status in BACKENDS.items():
-            if backend != "reference" and status.unavailable() is None:
-                self._add(f"local {backend}", "ideal", partial(local_runner, setting, backend), expected)
+        if setting.case.mixer:
+            peers = {}
+            self._add("linear attention", "ideal", partial(mixer_runner, setting), expected)
+        else:
+            self._add("SDPA", "ideal", partial(sdpa_runner, setting), expected)
+            for backend, status in BACKENDS.items():
+                if backend != "reference" and status.unavailable() is None:
+                    self._add(f"local {backend}", "ideal", partial(local_runner, setting, backend), expected)
         for strategy in self._config.strategies(setting.case.preset, setting.case.ranks):
             self._add(strategy.name, "seqpar", partial(strategy_runner, setting, strategy), expected)
         for module in peers.values():

@@ -37,10 +37,12 @@ from ..comm.p2p import without_messages
 from ..comm.trace import count_sent, trace
 from ..functional import attention
 from ..masks.mask import Mask
+from ..mixers import by_heads
 from ..placement.layout import LayoutName, shard_positions
 from ..ranks.mesh import Ranks
 from ..sharding.sharding import Sharding
 from .bench_cases import BenchCase, BenchStrategy
+from .bench_mixer import linear_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [b, s, h, d], k [b, s, n, d], v [b, s, n, e] -> [b, s, h, e]
 _MAX_DENSE_TOKENS = 16384  # a longer mask would be too large as a square matrix
@@ -255,13 +257,35 @@ def local_runner(setting: BenchSetting, backend: str) -> Runner:
     return Runner(f"local {backend}", attend, inputs, torch.arange(setting.case.seq_len), backend=backend)
 
 
+def _mixer(setting: BenchSetting, sharding: Sharding) -> Attend:
+    if setting.boundaries() is None:
+        raise RefusalError(f"no mask {setting.case.mask}: causal and documents only")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = by_heads(linear_attention, q, (k, v), sharding=sharding, mask=setting.mask)
+        return out
+
+    return attend
+
+
+def _local_mixer(setting: BenchSetting) -> Attend:
+    return _mixer(setting, Sharding(setting.case.seq_len, "contiguous", strategy="local"))
+
+
+def mixer_runner(setting: BenchSetting) -> Runner:
+    return Runner("linear attention", _local_mixer(setting), local_inputs(setting), torch.arange(setting.case.seq_len))
+
+
 def strategy_runner(setting: BenchSetting, strategy: BenchStrategy) -> Runner:
     mask, seq_len, layout = setting.mask, setting.case.seq_len, strategy.layout
     if layout == "balanced":
         sharding = Sharding.balanced(mask, seq_len, group=setting.group)
     else:
         sharding = Sharding(seq_len, layout, group=setting.group)
-    attend: Attend = partial(attention, mask=mask, sharding=sharding, **strategy.options)
+    if setting.case.mixer:
+        attend = _mixer(setting, sharding)
+    else:
+        attend = partial(attention, mask=mask, sharding=sharding, **strategy.options)
     positions, silent = sharding.positions(), attend if setting.group.size() > 1 else None
     names = layout, strategy.backend
     inputs = local_inputs(setting, positions)
@@ -281,11 +305,14 @@ def peer_runner(setting: BenchSetting, module: Any, fake_group: Any) -> Runner:
 def reference(setting: BenchSetting) -> list[Tensor]:
     """out, dq, dk and dv of the full sequence in float32, from inputs that are rounded to the dtype of the case.
 
-    By PyTorch's attention, or by seqpar's on one process where the mask would be too large as a square matrix.
+    By PyTorch's attention, or by seqpar's on one process where the mask would be too large as a square matrix; of
+    linear attention, on one process.
     """
     case = setting.case
     dense = case.causal is not None or case.seq_len <= _MAX_DENSE_TOKENS
     attend = sdpa(setting) if dense else _local_attention(setting)
+    if case.mixer:
+        attend = _local_mixer(setting)
     inputs = [x.detach().float().requires_grad_(i < 3) for i, x in enumerate(local_inputs(setting))]
     return Runner("reference", attend, inputs, torch.arange(case.seq_len)).run()[1]
 

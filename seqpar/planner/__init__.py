@@ -3,7 +3,8 @@
 ``plan`` (``choose.py``) compares every ``Setting`` (``setting.py``): a model (``model.py``) on a cluster
 (``hardware.py``) with one split of the ranks (``splits.py``). For each of these, ``step.py`` predicts the time of a
 training step, ``forecast.py`` its range and ``memory.py`` its memory. The time comes from a simulation
-(``simulate.py``) of one layer (``layer.py``) and its attention (``attention.py``, ``messages.py``, ``pairs.py``).
+(``simulate.py``) of one layer of each kind (``layer.py``) and its attention (``attention.py``, ``messages.py``,
+``pairs.py``) or mixer (``mixer.py``, ``mixer_layer.py``).
 ``reasons.py`` says why a choice has its place, and ``code.py`` writes it as code. The rule of ``strategy="auto"``
 (``rules.py``) sums up the simulation.
 """
@@ -11,7 +12,20 @@ training step, ``forecast.py`` its range and ``memory.py`` its memory. The time 
 from .choose import Plan, plan
 from .hardware import HARDWARE, Hardware
 from .memory import Memory, Switches
-from .model import MODELS, ModelShape
+from .mixer import Mixer
+from .model import MODELS, Kind, ModelShape
 from .step import Choice
 
-__all__ = ["HARDWARE", "MODELS", "Choice", "Hardware", "Memory", "ModelShape", "Plan", "Switches", "plan"]
+__all__ = [
+    "HARDWARE",
+    "MODELS",
+    "Choice",
+    "Hardware",
+    "Kind",
+    "Memory",
+    "Mixer",
+    "ModelShape",
+    "Plan",
+    "Switches",
+    "plan",
+]

@@ -43,7 +43,7 @@ class Plan:
         global_batch: sequences of a step, the same for all choices.
         kernel: the attention kernel whose rates count.
         state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer.
-        pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
+        pairs: visible pairs of a query and a key in one sequence, the mean of all layers, also those without attention.
         choices: first the recommended choice. Then the other choices that fit, the most tokens per second first; the
             choices that need a switch that the package lacks; and the choices that do not fit.
         fewest_ranks: if nothing fits, the smallest number of GPUs with which something would, in whole hosts; 0 if
@@ -188,10 +188,11 @@ def plan(
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
     base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
-    kinds = shape.masks(mask, seq_len)
-    pairs = sum(count * visible_pairs(layer_mask, seq_len) for count, layer_mask in kinds) // shape.layers
+    kinds = [(kind.layers, seen) for kind, seen in shape.masks(mask, seq_len) if kind.attention]
+    pairs = sum(count * visible_pairs(seen, seq_len) for count, seen in kinds) // shape.layers
     switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
-    if shape.diffusion:  # what seqpar.diffusers and the models' own gradient checkpointing have
+    # What seqpar.diffusers and the models' own gradient checkpointing have; Memory changes layers with attention only.
+    if shape.diffusion or shape.mixer:
         plain = [x for x in switches if not (x.offload or x.tiled_mlp or x.head_groups > 1)]
         switches = [x for x in plain if x.recompute in ("none", "full")]
         if not switches:

@@ -28,7 +28,8 @@ def code(
         raise ValueError(f"the choice needs what the package lacks: {', '.join(choice.needs)}")
     dp, ring, ulysses, tensor = (choice.degrees[name] for name in ("dp", "ring", "ulysses", "tp"))
     ranks, per_host, parts = dp * ring * ulysses * tensor, hardware.gpus_per_host, choice.accumulation
-    layout, backend, memory = choice.layout, _BACKENDS.get(kernel, kernel), _memory(choice.switches)
+    layout, backend = choice.layout, _BACKENDS.get(kernel, kernel)
+    memory = "" if model.mixer else _memory(choice.switches)
     made_for = f'({seq_len}, "{layout}"' if layout != "balanced" else f".balanced(mask, {seq_len}"
     masked = "mask=mask, " if tensor > 1 and mask != Mask.causal() else ""
     needs_mask = "# mask: the seqpar.Mask of a batch\n" if masked or layout == "balanced" else ""
@@ -101,6 +102,8 @@ sharding = seqpar.Sharding{made_for}, mesh=mesh)  # for tensors of your own
 # model: of transformers; batches: of dicts with input_ids and labels, the same on the ranks of a sequence
 seqpar.hf.parallelize(model, mesh=mesh, {options})
 """
+        if model.mixer and choice.switches.recompute == "full":  # Memory changes layers with attention only
+            made += "model.gradient_checkpointing_enable()\n"
         layers = "model.model.layers"
         loss = """\
 def loss_of(batch):

@@ -68,11 +68,13 @@ class Calibration:
         """The factors of the expected time between which a step is expected to take."""
         low, high = (self.ranges or {}).get(kind_of(setting, pairs), (1.0, 1.0))
         # No published run with experts names its settings well enough to be forecast, except one at a million tokens.
-        return (low / 1.25, high * 1.25) if setting.model.experts else (low, high)
+        # None of those that are compared has mixers or indexers.
+        m = setting.model
+        return (low / 1.25, high * 1.25) if m.experts or m.mixer or m.index_heads else (low, high)
 
 
 def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:
-    """Seconds of a step's matrix products and of its attention at the published rates, without anything else.
+    """Seconds of a step's matrix products, with those of mixers, and of its attention at the published rates.
 
     Args:
         setting: the run.
@@ -82,7 +84,7 @@ def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:
     sequences = s.batch * s.replicas * s.accumulation / s.ranks
     rate = s.hardware.rate(s.kernel)
     flops = m.layers * (m.d + m.d_out) * 2.0 * pairs * sequences
-    gemm = 6.0 * m.multiplied_parameters * s.seq_len * sequences / s.hardware.gemm_flops
+    gemm = 3.0 * m.token_flops * s.seq_len * sequences / s.hardware.gemm_flops
     return gemm, flops / rate.forward + 2.5 * flops / rate.backward
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from .attention import AttentionTimeline
 from .hardware import Hardware
 from .messages import RankPlace
+from .mixer_layer import IndexedTimeline, MixerTimeline
 from .setting import BETWEEN, ELEMENT_BYTES, GRADIENT_BYTES, WITHIN, Setting
 from .simulate import Timeline
 
@@ -42,26 +43,43 @@ class RankTimeline:
         self._tokens = len(setting.sharding._positions(rank, 1)) * setting.batch
         m = setting.model
         group = replace(m, heads=m.heads // head_groups, kv_heads=m.kv_heads // head_groups)
-        self._place = place
-        self._attention = AttentionTimeline(replace(place, setting=replace(setting, model=group)))
+        self._place, kind = place, setting.kind
+        self._attention: AttentionTimeline | IndexedTimeline | None = None
+        if kind.attention:
+            grouped = replace(place, setting=replace(setting, model=group))
+            self._attention = IndexedTimeline(place) if kind.indexed else AttentionTimeline(grouped)
+        self._mixer = MixerTimeline(place, m.mixer, self._tokens // setting.batch) if kind.mixer and m.mixer else None
 
     def attention(self, timeline: Timeline, backward: bool = False) -> None:
         """Record the forward of attention, or its backward, with all messages."""
-        for _ in range(self._head_groups):
-            self._attention.record(timeline, backward)
+        if self._attention is not None:
+            for _ in range(self._head_groups):
+                self._attention.record(timeline, backward)
 
     def forward(self, timeline: Timeline, attention: bool = True) -> None:
         """Record the forward of a layer; with ``attention=False``, everything but attention."""
-        m, (qkv, output) = self.setting.model, self._projection_seconds()
-        up, down = self._mlp_seconds()
+        m, kind, (qkv, output) = self.setting.model, self.setting.kind, self._projection_seconds()
+        if kind.attention or kind.mixer:
+            self._memory_bound(timeline, "norm", 2 * m.hidden)
+        if kind.attention:
+            self._linear(timeline, "q, k, v", gathered=qkv)
+            self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
+            if attention or kind.indexed:  # what an indexer chose is computed again
+                self.attention(timeline)
+            self._linear(timeline, "output projection", summed=output)
+            timeline.compute("cross-attention", self._cross_seconds())
+        if self._mixer and m.mixer:
+            timeline.compute("to the mixer", self._gemm_seconds(m.mixer.weights_in))
+            self._mixer.forward(timeline)
+            timeline.compute("output projection", self._gemm_seconds(m.mixer.weights_out))
+        if kind.attention or kind.mixer:
+            self._memory_bound(timeline, "residual", 3 * m.hidden)
+        if kind.mlp:
+            self._mlp_forward(timeline)
+
+    def _mlp_forward(self, timeline: Timeline) -> None:
+        m, (up, down) = self.setting.model, self._mlp_seconds()
         self._memory_bound(timeline, "norm", 2 * m.hidden)
-        self._linear(timeline, "q, k, v", gathered=qkv)
-        self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
-        if attention:
-            self.attention(timeline)
-        self._linear(timeline, "output projection", summed=output)
-        timeline.compute("cross-attention", self._cross_seconds())
-        self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
         self._memory_bound(timeline, "copies to experts", 4 * m.copies * m.hidden)
         self._linear(timeline, "MLP", gathered=up)
         self._memory_bound(timeline, "activation", (3 if m.gated else 2) * m.mlp_width)
@@ -73,13 +91,28 @@ class RankTimeline:
 
         Groups of heads compute their forward again, without their attention if ``keeps_attention``.
         """
-        m, (qkv, output) = self.setting.model, self._projection_seconds()
-        up, down = self._mlp_seconds()
+        m, kind = self.setting.model, self.setting.kind
+        if kind.mlp:
+            self._mlp_backward(timeline)
+        if self._mixer and m.mixer:
+            timeline.compute("output projection", 2 * self._gemm_seconds(m.mixer.weights_out))
+            self._mixer.backward(timeline)
+            timeline.compute("to the mixer", 2 * self._gemm_seconds(m.mixer.weights_in))
+        if kind.attention:
+            self._attention_backward(timeline, keeps_attention)
+        if kind.attention or kind.mixer:
+            self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
+
+    def _mlp_backward(self, timeline: Timeline) -> None:
+        m, (up, down) = self.setting.model, self._mlp_seconds()
         self._linear(timeline, "MLP", gathered=2 * down)
         self._memory_bound(timeline, "activation", (5 if m.gated else 3) * m.mlp_width)
         self._memory_bound(timeline, "copies to experts", 8 * m.copies * m.hidden)
         self._linear(timeline, "MLP", gathered=up, summed=up)
         self._memory_bound(timeline, "residual, norm", 8 * m.hidden)
+
+    def _attention_backward(self, timeline: Timeline, keeps_attention: bool) -> None:
+        m, (qkv, output) = self.setting.model, self._projection_seconds()
         timeline.compute("cross-attention", 2 * self._cross_seconds())
         self._linear(timeline, "output projection", gathered=2 * output)
         if self._head_groups > 1:
@@ -89,7 +122,6 @@ class RankTimeline:
         self.attention(timeline, True)
         self._memory_bound(timeline, "rotary", 2 * (m.d + m.d_kv))
         self._linear(timeline, "q, k, v", gathered=qkv, summed=qkv)
-        self._memory_bound(timeline, "residual, norm", 5 * m.hidden)
 
     def mlp_seconds(self) -> float:
         """Seconds of the GEMMs of the MLP in forward."""

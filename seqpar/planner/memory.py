@@ -23,6 +23,8 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 _LOGIT_BYTES = 12
 # Bytes of a chunked loss: for one chunk, the logits in float32 and in the model's dtype, and their gradient.
 _LOSS_CHUNK_BYTES = 3 * (128 << 20)
+# Of attention to chosen keys, 2^25 elements at a time: the latents, their gradients, and these in float32.
+_INDEXED_BYTES = (2 + 2 + 4) * (1 << 25)
 _ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks
 TILE_TOKENS = 32_768  # of a tiled MLP, at most
 _LENGTH_UNIT = 1024  # tokens; ``longest_sequence`` is a multiple of it
@@ -116,14 +118,16 @@ def layer_activations(
     setting: Setting, recompute: Recompute = "none", tiled_mlp: bool = False, head_groups: int = 1
 ) -> float:
     """Bytes of tensors that autograd keeps for one layer on one rank."""
-    m, tokens = setting.model, setting.tokens
+    m, tokens, kind = setting.model, setting.tokens, setting.kind
     if recompute != "none":
         return sum(_checkpointed(setting, recompute))
-    nbytes: float = 4 * ELEMENT_BYTES * m.hidden * tokens  # both norms' inputs and outputs
+    norms = (kind.attention or kind.mixer) + kind.mlp
+    nbytes: float = 2 * ELEMENT_BYTES * m.hidden * tokens * norms  # their inputs and outputs
     if m.cross_tokens:  # the norm's input and output, q and out
         nbytes += ELEMENT_BYTES * (2 * m.hidden + 2 * m.d) * tokens
-    nbytes += _attention_activations(setting) if head_groups == 1 else 0  # groups are recomputed
-    return nbytes + (0 if tiled_mlp else ELEMENT_BYTES * _mlp_elements(m) * tokens)
+    if head_groups == 1:  # groups are recomputed
+        nbytes += _attention_activations(setting)
+    return nbytes + (ELEMENT_BYTES * _mlp_elements(m) * tokens if kind.mlp and not tiled_mlp else 0)
 
 
 def _checkpointed(setting: Setting, recompute: Recompute) -> list[float]:
@@ -131,7 +135,7 @@ def _checkpointed(setting: Setting, recompute: Recompute) -> list[float]:
     m = setting.model
     elements: list[float] = [m.hidden]  # the layer's input
     lse_bytes = 0.0
-    if recompute == "keep_attention":
+    if recompute == "keep_attention" and setting.kind.attention and not setting.kind.indexed:
         elements.append(m.d_out)
         lse_bytes = FLOAT32_BYTES * m.heads
         if setting.ulysses > 1:  # the head shards of q and out, and of k and v unless they are exchanged again
@@ -140,12 +144,27 @@ def _checkpointed(setting: Setting, recompute: Recompute) -> list[float]:
 
 
 def _attention_activations(setting: Setting, head_groups: int = 1) -> float:
-    """Bytes that autograd keeps for the attention of one layer, of one of ``head_groups`` groups of heads."""
-    m = setting.model
-    # q, k, v and out; with an all-to-all, out also as a head shard.
-    of_heads = m.d + m.sent_kv + (2 if setting.ulysses > 1 else 1) * m.d_out
-    nbytes = ELEMENT_BYTES * (m.q_rank + of_heads / head_groups) + FLOAT32_BYTES * m.heads / head_groups
-    return float(setting.tokens * nbytes)
+    """Bytes that autograd keeps for attention and the mixer of one layer, of one of ``head_groups`` groups of heads."""
+    m, kind = setting.model, setting.kind
+    elements = lse = 0.0
+    if kind.attention:
+        # q, k, v and out; with an all-to-all, out also as a head shard; with a gate, the gate before and after its
+        # sigmoid, and its product with out.
+        of_heads = m.d + m.sent_kv + (2 if setting.ulysses > 1 else 1) * m.d_out + 3 * m.gated_attention * m.d_out
+        elements, lse = m.q_rank + of_heads / head_groups, m.heads / head_groups
+    if kind.indexed:  # the latents of all ranks instead of this rank's, and the indices; no log-sum-exp
+        elements, lse = elements + (setting.sequence_ranks - 1) * m.sent_kv, m.index_keys
+    if kind.mixer and m.mixer:
+        elements += m.mixer.kept + m.mixer.channels + _mixer_elements(setting)
+    return float(setting.tokens * (ELEMENT_BYTES * elements + FLOAT32_BYTES * lse))
+
+
+def _mixer_elements(setting: Setting) -> float:
+    """Elements per token that the recurrence of a mixer reads. A rank has a head of each tensor at least."""
+    mixer, ranks = setting.model.mixer, setting.sequence_ranks
+    if mixer is None or not mixer.heads:
+        return 0.0
+    return max(mixer.heads, ranks) * mixer.of_head + max(mixer.groups, ranks) * mixer.of_group
 
 
 def _mlp_elements(m: ModelShape) -> float:
@@ -167,9 +186,12 @@ def _shares_kv(setting: Setting) -> bool:
 def memory(setting: Setting, switches: Switches) -> Memory:
     """The memory of the rank with the longest shard."""
     s, m = setting, setting.model
-    tokens = s.tokens
-    layer = layer_activations(s, switches.recompute, switches.tiled_mlp, switches.head_groups)
-    kept = 2 * layer if switches.offload else m.layers * layer  # offloaded: of the layer being copied and the next one
+    tokens, kinds = s.tokens, [replace(s, kind=kind) for kind in m.all_kinds]
+    kept = 0.0
+    for x in kinds:
+        layer = layer_activations(x, switches.recompute, switches.tiled_mlp, switches.head_groups)
+        # Offloaded: of the layer being copied and the next one.
+        kept = max(kept, 2 * layer) if switches.offload else kept + x.kind.layers * layer
     kept += 2 * ELEMENT_BYTES * m.hidden * tokens  # the output of the embedding and the input of the head
     logits = 0.0
     if m.vocab and switches.chunked_loss:
@@ -180,16 +202,16 @@ def memory(setting: Setting, switches: Switches) -> Memory:
         states=s.state_bytes * m.parameters / s.state_ranks,
         gathered=_gathered(s),
         activations=kept,
-        working=_working(s, switches),
+        working=max(_working(x, switches) for x in kinds),
         logits=logits,
         reserved=s.hardware.reserved_bytes,
-        host=_host(s, switches.recompute) if switches.offload else 0.0,
+        host=sum(_host(x, switches.recompute) for x in kinds) if switches.offload else 0.0,
     )
 
 
 def _host(setting: Setting, recompute: Recompute) -> float:
-    """Bytes of host memory for what all layers keep: each tensor takes a power of two."""
-    return float(setting.model.layers * sum(2 ** ceil(log2(nbytes)) for nbytes in _checkpointed(setting, recompute)))
+    """Bytes of host memory for what all layers of a kind keep: each tensor takes a power of two."""
+    return float(setting.kind.layers * sum(2 ** ceil(log2(nbytes)) for nbytes in _checkpointed(setting, recompute)))
 
 
 def _gathered(setting: Setting) -> float:
@@ -224,14 +246,28 @@ def _working(setting: Setting, switches: Switches) -> float:
     if switches.recompute != "none" or groups > 1:
         during_attention += _attention_activations(setting, groups)
     return max(
-        during_attention + _attention_working(setting) / switches.head_groups,
-        during_mlp + _mlp_working(setting, switches.tiled_mlp),
+        during_attention + _mixing_working(setting) / switches.head_groups,
+        during_mlp + (_mlp_working(setting, switches.tiled_mlp) if setting.kind.mlp else 0.0),
     )
+
+
+def _mixing_working(setting: Setting) -> float:
+    """Bytes of the temporary tensors of the backward of attention and the mixer, whichever needs more."""
+    kind, mixer = setting.kind, setting.model.mixer
+    mixing = 0.0
+    if kind.mixer and mixer:  # the gradients of what it keeps and reads, and of its result; the messages of these
+        read = _mixer_elements(setting)
+        elements = mixer.channels + read + mixer.heads * mixer.result
+        mixing = ELEMENT_BYTES * setting.tokens * (elements + (elements if setting.sequence_ranks > 1 else 0))
+    return max(mixing, _attention_working(setting) if kind.attention else 0.0)
 
 
 def _attention_working(setting: Setting) -> float:
     """Bytes of the temporary tensors of attention's backward: gradients, and K/V and their gradients in transfer."""
     s, m, tokens = setting, setting.model, setting.tokens
+    if s.kind.indexed:  # dq and dout; all latents, their gradients in float32, and what is computed at a time
+        latents = s.sequence_ranks * m.sent_kv * (ELEMENT_BYTES + FLOAT32_BYTES)
+        return tokens * (ELEMENT_BYTES * (m.d + m.d_out) + latents) + _INDEXED_BYTES
     head_ranks = s.ulysses * s.tensor  # ranks that share the heads
     kv_heads = max(1.0, m.sent_kv_heads / head_ranks)
     # Elements of k and v of one ring rank: all tokens of the ranks that share the heads, and the heads of one of them.

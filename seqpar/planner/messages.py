@@ -9,7 +9,7 @@ Shapes: b batch, s tokens of this rank, t tokens of the Ulysses group, k keys of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -40,6 +40,12 @@ class RankPlace:
     ring: int
     ulysses: int
     tensor: int
+
+    @property
+    def among_all(self) -> RankPlace:
+        """The rank in an all-to-all over all ranks of the sequence."""
+        s = self.setting
+        return RankPlace(replace(s, ring=1, ulysses=s.ring * s.ulysses), 0, self.ring * s.ulysses + self.ulysses, 0)
 
     def level_to(self, ring: int | None = None, ulysses: int | None = None, tensor: int | None = None) -> str:
         """The level of the link to a peer, whose coordinates are this rank's except for the given ones."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -12,7 +12,7 @@ from ..masks.mask import Mask
 from ..placement.layout import Assigned, Layout, TokenLayout, ranges_to_positions
 from ..ranks.mesh import ranks_per_host
 from .hardware import Hardware
-from .model import ModelShape
+from .model import PLAIN, Kind, ModelShape
 from .pairs import computed_pairs
 
 # The two levels of links, as ``Choice.bytes_sent`` names them.
@@ -58,6 +58,7 @@ class Setting:
         weights: how weights are sharded, see ``WEIGHTS``.
         state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer.
         dtype: the dtype of q, k and v.
+        kind: what a layer that is simulated by itself computes.
     """
 
     model: ModelShape
@@ -76,6 +77,12 @@ class Setting:
     weights: Weights = "fsdp"
     state_bytes: float = STATE_BYTES
     dtype: torch.dtype = torch.bfloat16
+    kind: Kind = PLAIN
+
+    @property
+    def of_kinds(self) -> list[Setting]:
+        """For each kind of layer, the setting with its kind and mask."""
+        return [replace(self, kind=x, mask=mask) for x, mask in self.model.masks(self.mask, self.seq_len)]
 
     @property
     def sequence_ranks(self) -> int:

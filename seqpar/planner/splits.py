@@ -35,17 +35,17 @@ def settings(base: Setting, ranks: int, replicas: int | None) -> Iterator[Settin
 
 def splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]:
     """Every split of ``ranks`` into tensor-parallel, Ulysses and ring ranks and replicas that is worth comparing."""
-    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    divisors, m = [d for d in range(1, ranks + 1) if ranks % d == 0], base.model
     for tensor, ulysses, ring in product(divisors, repeat=3):
         sequence_ranks = tensor * ulysses * ring
         if ranks % sequence_ranks or replicas not in (None, ranks // sequence_ranks):
             continue
-        if tensor * ulysses > base.model.heads or ring > LONGEST_RING:
+        if tensor * ulysses > m.heads or ring > LONGEST_RING:
             continue  # some ranks would have no heads, or each would have little to compute between transfers
         if tensor > base.hardware.gpus_per_host:
             continue  # tensor parallelism between hosts: every layer would wait for it
-        if tensor > 1 and (base.model.experts or base.model.kv_rank or base.model.diffusion):
-            continue  # the package has tensor-parallel layers for neither experts nor latents nor models of diffusers
+        if tensor > 1 and (m.experts or m.kv_rank or m.mixer or m.diffusion):
+            continue  # the package has no tensor-parallel layers for experts, latents, mixers and models of diffusers
         yield replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // sequence_ranks)
 
 

@@ -111,13 +111,12 @@ class StepCost:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        kinds = setting.model.masks(setting.mask, setting.seq_len)
-        self.layers = [_LayerCost(replace(setting, mask=mask), count, {}) for count, mask in kinds]
+        self.layers = [_LayerCost(of_kind, {}) for of_kind in setting.of_kinds]
 
     def with_weights(self, weights: Weights) -> StepCost:
         """The cost with weights that are sharded in another way. What layers compute and send is recorded once."""
         cost = StepCost(replace(self.setting, weights=weights))
-        cost.layers = [_LayerCost(replace(x.setting, weights=weights), x.count, x.recorded) for x in self.layers]
+        cost.layers = [_LayerCost(replace(x.setting, weights=weights), x.recorded) for x in self.layers]
         return cost
 
     def parameters_seconds(self) -> float:
@@ -147,14 +146,13 @@ class _LayerCost:
     """The time of one kind of layer on the slowest rank.
 
     Args:
-        setting: the setting of the step, with the mask of these layers.
-        count: the number of layers of this kind.
+        setting: the setting of the step, with the kind and the mask of these layers.
         recorded: by ``Switches.recompute`` and ``Switches.head_groups``, the timeline of the backward; by None and
             ``head_groups``, the timeline of the forward. Without the transfers of weights.
     """
 
-    def __init__(self, setting: Setting, count: int, recorded: dict[tuple[str | None, int], Timeline]) -> None:
-        self.setting, self.count, self.recorded = setting, count, recorded
+    def __init__(self, setting: Setting, recorded: dict[tuple[str | None, int], Timeline]) -> None:
+        self.setting, self.count, self.recorded = setting, setting.kind.layers, recorded
         self._passes: dict[tuple[str | None, int], _Pass] = {}  # by the keys of ``recorded``
 
     def passes(self, switches: Switches) -> tuple[_Pass, _Pass]:

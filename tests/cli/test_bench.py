@@ -18,11 +18,13 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
 from seqpar import Mask
 from seqpar.cli.bench import draw_charts, rows_of, table_of
 from seqpar.cli.bench_cases import PRESETS, BenchCase, BenchConfig, BenchStrategy
+from seqpar.cli.bench_mixer import linear_attention
 from seqpar.cli.bench_run import BOTH, FORWARD, CaseMeasurement, CaseResult, Groups, Sample
 from seqpar.cli.bench_runners import (
     BenchSetting,
@@ -43,6 +45,7 @@ from ..settings import H100, attention_shape
 from .command import exit_code
 
 CPU = torch.device("cpu")
+LINEAR = BenchCase("linear", "documents:180", 300, 2, 2, 3, 3, 16, 8, "float32")
 CASE = BenchCase("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
 
 
@@ -73,6 +76,11 @@ def test_a_wrong_option_is_named(config: BenchConfig, message: str) -> None:
         config.check(2)
 
 
+def test_linear_attention_refuses_other_masks() -> None:
+    with pytest.raises(RefusalError, match="no mask window:8: causal and documents only"):
+        reference(setting(preset="linear", mask="window:8"))
+
+
 def test_an_unknown_peer_is_named() -> None:
     with pytest.raises(ValueError, match=r"peer='deepspeed'.*deepspeed_ulysses"):
         adapters(["deepspeed"])
@@ -95,6 +103,7 @@ def test_cases_are_every_combination() -> None:
 def test_each_strategy_has_the_layout_that_balances_it() -> None:
     names = [strategy.name for strategy in BenchConfig().strategies("causal", 4)]
     assert names == ["ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"]
+    assert [strategy.name for strategy in BenchConfig().strategies("linear", 2)] == ["by_heads contiguous"]
     packed = [strategy.name for strategy in BenchConfig(strategy=("ring", "ulysses")).strategies("packed", 2)]
     assert packed == ["ring zigzag", "ring balanced", "ulysses contiguous"]
     config = BenchConfig(strategy=("ring",), layout=("striped", "zigzag"), backend=("auto", "cpu"))
@@ -107,6 +116,20 @@ def test_operations_are_counted_from_the_mask(mask: str, pairs: int) -> None:
     assert case.visible_pairs() == 2 * pairs
     assert case.operations(backward=False) == 2 * (2 * pairs) * 3 * (8 + 4)
     assert case.operations(backward=True) == 2 * (2 * pairs) * 3 * (3 * 8 + 2 * 4)
+
+
+def test_linear_attention_is_its_definition() -> None:
+    """Of two of four heads, which share a KV head, over several chunks; and its operations."""
+    q, k, v = (torch.randn(1, 300, n, d, dtype=torch.float64) for n, d in ((2, 4), (1, 4), (1, 6)))
+    i = torch.arange(300)
+    rates = 1 - 2.0 ** (-5.0 - torch.arange(2, 4, dtype=torch.float64))
+    decay = torch.where(i[:, None] >= i, rates[:, None, None] ** (i[:, None] - i), 0.0)  # [h, t, t]
+    expected = (torch.einsum("bihd,bjhd->bhij", q / 2, k.expand_as(q)) * decay) @ v.transpose(1, 2)
+    torch.testing.assert_close(linear_attention(slice(2, 4), q, k, v).float(), expected.transpose(1, 2).float())
+    with FlopCounterMode(display=False) as counter:
+        linear_attention(slice(0, 2), *(torch.randn(1, 256, 2, 8) for _ in range(3)))
+    case = replace(LINEAR, seq_len=256, batch=1, heads=2, head_dim=8)
+    assert case.operations(False) == counter.get_total_flops() == case.operations(True) / 2
 
 
 # From recorded seconds to the table
@@ -290,6 +313,9 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
     packed = BenchSetting(replace(CASE, mask="documents:768", seq_len=1024), group, group, group.size(), CPU)
     balanced = strategy_runner(packed, BenchStrategy("ring", "balanced"))
     balanced_errors = balanced.errors(reference(packed))
+    linear = CaseMeasurement(LINEAR, groups, CPU, config, lambda text: None)
+    linear.prepare({"wrong": SimpleNamespace(NAME="wrong", make=wrong)})
+    linear.rounds(until=0.0)
     peer = peer_runner(place, right, group)
     peer_error = max(error for error, _ in peer.errors(measurement._reference()))
     torch.set_num_threads(1)
@@ -302,6 +328,7 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
         "peer_error": peer_error,
         "balanced": balanced.positions.tolist(),
         "balanced_errors": balanced_errors,
+        "linear": {sample.name: sample for sample in linear.result.samples},
     }
 
 
@@ -329,6 +356,9 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert answer["latent"] == [16, 24, 24, 16]
         assert answer["peer_error"] < 1e-8
         assert max(error / norm for error, norm in answer["balanced_errors"]) < 1e-8
+        assert set(answer["linear"]) == {"linear attention", "by_heads contiguous"}
+        assert all(x.error < 1e-5 and len(x.silent[BOTH]) in (0, 3) for x in answer["linear"].values())
+        assert answer["linear"]["by_heads contiguous"].bytes_sent > 0
     made = seqpar.Sharding.balanced(Mask.documents([0, 768, 1024]), 1024, ranks=2, rank=1)
     assert isinstance(made.layout, seqpar.Assigned) and answers[1]["balanced"] == made.positions().tolist()
 

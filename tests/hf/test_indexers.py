@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,9 +22,15 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 import seqpar.hf
+from seqpar import Mask
 from seqpar.hf import indexers
+from seqpar.planner.memory import Switches
+from seqpar.planner.model import model_of as plan_model
+from seqpar.planner.setting import Setting
+from seqpar.planner.step import step
 
 from ..pool import Pool, on_ranks
+from ..settings import H100
 from .families import Family, make_batch, one_process, tiny
 from .test_generate import Allocations
 from .test_mixers import MODELS, TOLERANCE, Case, check, gradients
@@ -210,6 +217,10 @@ def test_bytes(pool: Pool, strategy: str) -> None:
     backward = LAYERS * LATENT * rows * peers * 4
     for found in pool.run(3, sent, strategy):
         assert found == (forward, backward)
+    degrees = {"ulysses": 3} if strategy == "ulysses" else {"ring": 3}
+    setting = Setting(plan_model(model_of(GLM).config), H100, Mask.causal(), 46, 2, layout="zigzag", **degrees)
+    planned = step(replace(setting, dtype=torch.float32), Switches(), 1).bytes_sent
+    assert sum(planned.values()) == forward + backward
 
 
 @on_ranks

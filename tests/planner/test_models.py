@@ -14,7 +14,7 @@ import seqpar
 from seqpar import Mask
 from seqpar.planner.hardware import hardware_of
 from seqpar.planner.memory import Switches
-from seqpar.planner.model import MODELS, model_of
+from seqpar.planner.model import MODELS, Kind, model_of
 from seqpar.planner.setting import WITHIN, Setting
 from seqpar.planner.step import step
 
@@ -133,20 +133,21 @@ def test_layers_with_windows_compute_and_send_less() -> None:
     """gpt-oss: every other layer sees 128 keys. Its step is the mean of one without windows and one with only them."""
     given, *_ = CONFIGS["gpt-oss-120b"]
     shape = model_of(given)
-    assert (shape.local_layers, shape.local_tokens) == (18, 128)
-    assert [n for n, _ in shape.masks(Mask.causal(), 4096)] == [18, 18]
-    assert shape.masks(Mask.causal(), 128) == [(36, Mask.causal())]
-    seen = shape.masks(Mask.causal(), 300)[1][1]
+    assert (shape.count("local"), shape.local_tokens) == (18, 128)
+    assert [kind.layers for kind, _ in shape.masks(Mask.causal(), 4096)] == [18, 18]
+    assert shape.masks(Mask.causal(), 128) == [(Kind(36), Mask.causal())]
+    seen = dict(shape.masks(Mask.causal(), 300))[Kind(18, local=True)]
     assert torch.equal(seen.dense(300), Mask.sliding_window(127).dense(300))
     steps = []
     for local in (0, 18, 36):
-        setting = Setting(replace(shape, local_layers=local), H100, Mask.causal(), 65536, ring=4, layout="zigzag")
+        kinds = Kind(36 - local), Kind(local, local=True)
+        setting = Setting(replace(shape, kinds=kinds), H100, Mask.causal(), 65536, ring=4, layout="zigzag")
         steps.append(step(setting, Switches(), 1))
     none, half, every = steps
     assert half.bytes_sent[WITHIN] == (none.bytes_sent[WITHIN] + every.bytes_sent[WITHIN]) / 2
     assert half.seconds == pytest.approx((none.seconds + every.seconds) / 2)
     assert every.bytes_sent[WITHIN] < none.bytes_sent[WITHIN] / 100
-    shapes = shape, replace(shape, local_layers=0)
+    shapes = shape, replace(shape, kinds=())
     plan, whole = (seqpar.plan(x, 65536, 64, recompute="full", offload=False) for x in shapes)
     assert 0.5 < plan.pairs / whole.pairs < 0.51 and plan.best.tokens_per_s > 1.2 * whole.best.tokens_per_s
 
@@ -164,6 +165,6 @@ def test_layers_with_windows_compute_and_send_less() -> None:
 )
 def test_windows_of_configurations(others: dict[str, Any], expected: tuple[int, int]) -> None:
     shape = model_of({**config("mistral", 8, 64, 4, vocab_size=32), **others})
-    assert (shape.local_layers, shape.local_tokens) == expected
+    assert (shape.count("local"), shape.local_tokens) == expected
     if shape.chunked:
-        assert shape.masks(Mask.causal(), 256)[1][1] == Mask.causal() & Mask.chunked(64)
+        assert dict(shape.masks(Mask.causal(), 256))[Kind(6, local=True)] == Mask.causal() & Mask.chunked(64)

@@ -221,7 +221,7 @@ def test_documents_need_less_than_one_sequence() -> None:
     [
         (
             {"model": {**CONFIGS["mixtral-8x7b"][0], "layer_types": ["linear_attention"]}},
-            "'linear_attention' layers are not modelled",
+            "linear_attention layers of model_type='mixtral' are not modelled",
         ),
         ({"model": CONFIGS["deepseek-v3"][0]}, "256 experts in a layer, .* at most 128"),
         ({"model": "llama3-9b"}, "did you mean 'llama3-8b'"),
