@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
-import inspect
-import pkgutil
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +17,9 @@ from ..pool import Pool, on_ranks
 from .models import Case, available, make
 
 diffusers = pytest.importorskip("diffusers")
-from diffusers.models import transformers  # noqa: E402
-
 from seqpar.diffusers import Cut, Plan, parallelize, restore  # noqa: E402
 from seqpar.diffusers.plans import PLANS  # noqa: E402
 
-ROOT = Path(__file__).parents[2]
 WAN = PLANS["WanTransformer3DModel"]
 
 
@@ -259,16 +251,3 @@ def call_with_other_times(group: ProcessGroup) -> str:
 def test_inputs_that_differ_between_ranks_are_noticed_on_demand(pool: Pool) -> None:
     for message in pool.run(2, call_with_other_times):
         assert "rank(s) [1]" in message and "depends on the dp rank" in message
-
-
-@pytest.mark.skipif(not diffusers.__version__.startswith("0.42"), reason="the tables are of 0.42")
-def test_the_docs_name_every_class() -> None:
-    """The classes with a plan in the table of models, and the other transformers of diffusers in the table below it."""
-    equal, refused = (ROOT / "docs" / "diffusers.md").read_text().split("Refused, with the reason:")
-    assert set(re.findall(r"^\| `(\w+)` \|", equal, re.M)) == {*PLANS}
-    names = set()
-    for module in pkgutil.iter_modules(transformers.__path__):
-        code = vars(importlib.import_module(f"{transformers.__name__}.{module.name}"))
-        classes = [x for x in code.values() if inspect.isclass(x) and issubclass(x, diffusers.ModelMixin)]
-        names |= {x.__name__ for x in classes if x.__module__.endswith(f".{module.name}")}
-    assert {name for name in names if f"`{name}`" not in refused} <= {*PLANS}
