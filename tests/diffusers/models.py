@@ -516,6 +516,7 @@ def flux3(case: Case) -> Any:
     """Without reference images."""
     config = {
         "in_channels": 6,
+        "cond_in_channels": 6,
         "num_layers": 1,
         "num_single_layers": 2,
         "attention_head_dim": 16,

@@ -82,7 +82,8 @@ def refused() -> list[str]:
     names = defaultdict[str, list[str]](list)
     for name in sorted(installed().keys() - PLANS.keys()):
         names[REFUSED.get(name, NOT_WRITTEN)].append(f"`{name}`")
-    return table(["classes", "why"], [[", ".join(some), why] for why, some in names.items()])
+    rows = [[", ".join(some), why] for why, some in names.items()]
+    return table(["classes", "why"], sorted(rows, key=lambda row: row[1] == NOT_WRITTEN))
 
 
 def words(errors: dict[str, float]) -> str:

@@ -166,20 +166,21 @@ def test_masks_that_are_added_to_the_scores_are_refused() -> None:
 
 @on_ranks
 def call_with_other_frames(group: ProcessGroup) -> list[str]:
-    model, inputs = make(Case("flux2"), 0)
-    parallelize(model, group=group)
-    extract = {**inputs, "kv_cache_mode": "extract", "num_ref_tokens": 3}
-    found = [message_of(lambda: call(model, extract))]
-    model, inputs = make(Case("skyreels"), 0)
-    parallelize(model, group=group)
-    forcing = {**inputs, "timestep": torch.rand(2, 3).double(), "enable_diffusion_forcing": True}
-    found.append(message_of(lambda: call(model, forcing)))
-    if not available("flux3"):
-        return found
-    model, inputs = make(Case("flux3"), 0)
-    parallelize(model, group=group)
-    given = {"image_cond_hidden_states": inputs["hidden_states"], "image_cond_ids": inputs["img_ids"]}
-    return [*found, message_of(lambda: call(model, {**inputs, **given}))]
+    def message(name: str, **more: Any) -> str:
+        model, inputs = make(Case(name), 0)
+        inputs |= more
+        call(model, inputs)  # on one process it is no error
+        parallelize(model, group=group)
+        return message_of(lambda: call(model, inputs))
+
+    found = [
+        message("flux2", kv_cache_mode="extract", num_ref_tokens=3),
+        message("skyreels", timestep=torch.rand(2, 3).double(), enable_diffusion_forcing=True),
+    ]
+    if available("flux3"):
+        image, positions = torch.randn(2, 13, 6).double(), torch.ones(13, 4)
+        found.append(message("flux3", image_cond_hidden_states=image, image_cond_ids=positions))
+    return found
 
 
 def test_reference_images_and_diffusion_forcing_are_refused(pool: Pool) -> None:
