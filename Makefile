@@ -58,9 +58,10 @@ compat: $(READY)
 
 # Compare a tiny random model of every causal, masked and image-text class of the installed transformers with one
 # process, on two ranks. Writes the table in docs/families.md. Takes about five minutes. ONLY=llama,gemma3 prints the rows
-# of some models and writes nothing.
+# of some models and writes nothing. Without ONLY, also compares diffusers' models and writes docs/diffusers.md.
 families: $(READY)
 	$(BIN)/python -m tests.hf.families $(if $(ONLY),--only $(ONLY))
+	$(if $(ONLY),,$(BIN)/python -m tests.diffusers.table)
 
 # Style, formatting and types.
 lint: $(READY)

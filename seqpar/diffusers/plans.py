@@ -308,6 +308,38 @@ PLANS: dict[str, Plan] = {
 }
 
 
+# Why there is no plan for a class. For all further classes nobody has written one yet.
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "HiDreamImageTransformer2DModel",
+            "ConsisIDTransformer3DModel",
+            "HunyuanVideoFramepackTransformer3DModel",
+            "BriaFibo2Transformer2DModel",
+            "ErnieImageTransformer2DModel",
+        ),
+        "between or after its blocks it cuts joined tokens at the lengths of whole streams",
+    ),
+    **dict.fromkeys(
+        (
+            "QwenImage21Transformer2DModel",
+            "HeliosTransformer3DModel",
+            "AnyFlowFARTransformer3DModel",
+            "Ideogram4Transformer2DModel",
+        ),
+        "its attention has a mask by image or by chunk",
+    ),
+    "MochiTransformer3DModel": "it picks the text tokens of each row",
+    "PRXTransformer2DModel": "its attention has queries of the image only",
+    "AllegroTransformer3DModel": "its attention has a mask of image tokens",
+    **dict.fromkeys(("WanAnimateTransformer3DModel", "LatteTransformer3DModel"), "it has attention within each frame"),
+    **dict.fromkeys(
+        ("SanaTransformer2DModel", "SanaVideoTransformer3DModel"),
+        "it has linear attention, and convolutions between tokens",
+    ),
+}
+
+
 def plan_of(model: nn.Module) -> Plan:
     """The plan of a diffusers model.
 
@@ -329,6 +361,8 @@ def plan_of(model: nn.Module) -> Plan:
             first_frame = {"num_tokens": IMAGE}  # HunyuanVideo's blocks take the number of its tokens
             return replace(plan, cuts={k: {**v, **first_frame} if "*" in k else v for k, v in plan.cuts.items()})
         return plan
+    if cls.__name__ in REFUSED:
+        raise ValueError(f"model: there is no plan for {cls.__name__}, because {REFUSED[cls.__name__]}")
     raise ValueError(
         f"model: no plan says where the tokens of {cls.__name__} are; pass plan=, a seqpar.diffusers.Plan. "
         + _first_block(model)

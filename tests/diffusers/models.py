@@ -5,6 +5,9 @@ Shapes: image tokens, text tokens, and heads are odd unless a case says otherwis
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,7 @@ class Case:
         text: tokens of the text.
         ragged: whether the second row's text has only one real token, where the model takes a mask.
         heads: of attention.
+        image: tokens of the image, in a Flux.
     """
 
     model: str
@@ -32,6 +36,7 @@ class Case:
     text: int = 5
     ragged: bool = False
     heads: int = 3
+    image: int = 13
 
     def __str__(self) -> str:
         return f"{self.model}-{self.strategy}-text{self.text}{'-ragged' * self.ragged}-{self.heads}heads"
@@ -68,11 +73,30 @@ def make(case: Case, seed: int) -> tuple[Any, dict[str, Any]]:
 FLOAT32 = ("cosmos", "cosmos_frames")
 
 
+def class_of(model: str) -> str:
+    """The name of a model's class."""
+    name: str = MODELS[model](Case(model))[0]
+    return name
+
+
 def available(model: str) -> bool:
     """Whether the installed diffusers has the class of the model."""
     import diffusers
 
-    return hasattr(diffusers, MODELS[model](Case(model))[0])
+    return hasattr(diffusers, class_of(model))
+
+
+def installed() -> dict[str, Any]:
+    """All classes in ``diffusers.models.transformers``, by name."""
+    import diffusers
+    from diffusers.models import transformers
+
+    found = {}
+    for module in pkgutil.iter_modules(transformers.__path__, f"{transformers.__name__}."):
+        for name, cls in vars(importlib.import_module(module.name)).items():
+            if inspect.isclass(cls) and issubclass(cls, diffusers.ModelMixin) and cls.__module__ == module.name:
+                found[name] = cls
+    return found
 
 
 GRADIENTS = (
@@ -98,6 +122,7 @@ def packed(case: Case, channels: int = 6, tokens: int = 13) -> dict[str, Any]:
 
 
 def flux(case: Case) -> Any:
+    """Text to image."""
     config = {
         "in_channels": 6,
         "num_layers": 2,
@@ -109,9 +134,9 @@ def flux(case: Case) -> Any:
         "axes_dims_rope": (4, 4, 8),
     }
     inputs = {
-        **packed(case),
+        **packed(case, tokens=case.image),
         "pooled_projections": torch.randn(BATCH, 8),
-        "img_ids": ids(13, 3),
+        "img_ids": ids(case.image, 3),
         "txt_ids": ids(case.text, 3),
     }
     return "FluxTransformer2DModel", config, inputs
@@ -146,6 +171,7 @@ def residuals(case: Case, tokens: int, count: int = 2) -> list[Tensor]:
 
 
 def flux_control(case: Case) -> Any:
+    """Residuals of a ControlNet."""
     name, config, inputs = flux(case)
     control = {"controlnet_block_samples": residuals(case, 13), "controlnet_single_block_samples": residuals(case, 13)}
     return name, config, {**inputs, **control}
@@ -186,6 +212,7 @@ def chroma(case: Case) -> Any:
 
 
 def qwen(case: Case) -> Any:
+    """Text to image."""
     config = {
         "in_channels": 6,
         "out_channels": 4,
@@ -204,11 +231,13 @@ def qwen(case: Case) -> Any:
 
 
 def qwen_control(case: Case) -> Any:
+    """Residuals of a ControlNet."""
     name, config, inputs = qwen(case)
     return name, config, {**inputs, "controlnet_block_samples": residuals(case, 15)}
 
 
 def qwen_edit(case: Case) -> Any:
+    """Two images for each text, with a timestep each, as in Qwen-Image-Edit."""
     name, config, inputs = qwen(case)
     return name, {**config, "zero_cond_t": True}, {**inputs, "img_shapes": [[(1, 3, 3), (1, 3, 2)]] * BATCH}
 
@@ -222,6 +251,7 @@ def video(case: Case, channels: int = 4) -> dict[str, Any]:
 
 
 def wan(case: Case, **more: Any) -> Any:
+    """Text to video."""
     config = {
         "num_attention_heads": case.heads,
         "attention_head_dim": 12,
@@ -237,16 +267,19 @@ def wan(case: Case, **more: Any) -> Any:
 
 
 def skyreels(case: Case) -> Any:
+    """Without diffusion forcing."""
     _, config, inputs = wan(case)
     return "SkyReelsV2Transformer3DModel", config, inputs
 
 
 def wan_per_token(case: Case) -> Any:
+    """A timestep for each token, as in Wan 2.2."""
     name, config, inputs = wan(case)
     return name, config, {**inputs, "timestep": torch.rand(BATCH, 45) * 1000}
 
 
 def wan_image(case: Case) -> Any:
+    """Image to video."""
     name, config, inputs = wan(case, image_dim=10, added_kv_proj_dim=case.heads * 12)
     text = torch.randn(BATCH, 512, 10)  # diffusers' code has this length in it
     return (
@@ -257,6 +290,7 @@ def wan_image(case: Case) -> Any:
 
 
 def hunyuan(case: Case) -> Any:
+    """Text to video."""
     config = {
         "in_channels": 4,
         "out_channels": 4,
@@ -275,11 +309,13 @@ def hunyuan(case: Case) -> Any:
 
 
 def hunyuan_replace(case: Case) -> Any:
+    """An image as the first frame."""
     name, config, inputs = hunyuan(case)
     return name, {**config, "image_condition_type": "token_replace"}, inputs
 
 
 def hunyuan15(case: Case) -> Any:
+    """With and without an image."""
     config = {
         "in_channels": 4,
         "out_channels": 4,
@@ -304,6 +340,7 @@ def hunyuan15(case: Case) -> Any:
 
 
 def ltx(case: Case) -> Any:
+    """Text to video."""
     config = {
         "in_channels": 6,
         "out_channels": 6,
@@ -324,11 +361,13 @@ def ltx(case: Case) -> Any:
 
 
 def ltx_per_token(case: Case) -> Any:
+    """A timestep for each token."""
     name, config, inputs = ltx(case)
     return name, config, {**inputs, "timestep": torch.rand(BATCH, 30)}
 
 
 def sd3(case: Case, dual: tuple[int, ...] = ()) -> Any:
+    """Text to image."""
     config = {
         "sample_size": 12,
         "in_channels": 4,
@@ -353,15 +392,18 @@ def sd3(case: Case, dual: tuple[int, ...] = ()) -> Any:
 
 
 def sd3_control(case: Case) -> Any:
+    """Residuals of a ControlNet."""
     name, config, inputs = sd3(case)
     return name, config, {**inputs, "block_controlnet_hidden_states": residuals(case, 15, 1)}
 
 
 def sd35(case: Case) -> Any:
+    """With more attention among image tokens, as in SD 3.5."""
     return sd3(case, dual=(0,))
 
 
 def cogvideox(case: Case) -> Any:
+    """With rotary embeddings."""
     config = {
         "num_attention_heads": case.heads,
         "attention_head_dim": 16,
@@ -386,6 +428,7 @@ def cogvideox(case: Case) -> Any:
 
 
 def cogview4(case: Case) -> Any:
+    """Without a mask."""
     config = {
         "num_attention_heads": case.heads,
         "attention_head_dim": 16,
@@ -405,6 +448,7 @@ def cogview4(case: Case) -> Any:
 
 
 def easyanimate(case: Case) -> Any:
+    """Blocks with and without weights of their own for text."""
     config = {
         "num_attention_heads": case.heads,
         "attention_head_dim": 16,
@@ -420,6 +464,7 @@ def easyanimate(case: Case) -> Any:
 
 
 def glm_image(case: Case) -> Any:
+    """Without a mask or a cache."""
     config = {
         "num_attention_heads": case.heads,
         "attention_head_dim": 16,
@@ -454,11 +499,13 @@ def chronoedit(case: Case) -> Any:
 
 
 def wan_vace(case: Case) -> Any:
+    """With control frames."""
     _, config, inputs = wan(case, vace_layers=[0, 1], vace_in_channels=5)
     return "WanVACETransformer3DModel", config, {**inputs, "control_hidden_states": torch.randn(BATCH, 5, 3, 6, 10)}
 
 
 def bria_fibo(case: Case) -> Any:
+    """Without a mask."""
     name, config, inputs = flux_like(case, "BriaFiboTransformer2DModel")
     del inputs["pooled_projections"]
     layers = [torch.randn(BATCH, case.text, 9) for _ in range(4)]
@@ -466,8 +513,10 @@ def bria_fibo(case: Case) -> Any:
 
 
 def flux3(case: Case) -> Any:
+    """Without reference images."""
     config = {
         "in_channels": 6,
+        "cond_in_channels": 6,
         "num_layers": 1,
         "num_single_layers": 2,
         "attention_head_dim": 16,
@@ -484,6 +533,7 @@ def flux3(case: Case) -> Any:
 
 
 def hunyuan_image(case: Case) -> Any:
+    """Two texts."""
     config = {
         "in_channels": 4,
         "out_channels": 4,
@@ -538,6 +588,7 @@ def pixart(case: Case) -> Any:
 
 
 def cosmos(case: Case) -> Any:
+    """In float32, as its code requires."""
     config = {
         "in_channels": 4,
         "out_channels": 4,
@@ -554,6 +605,7 @@ def cosmos(case: Case) -> Any:
 
 
 def cosmos_frames(case: Case) -> Any:
+    """A timestep for each frame, and residuals of a ControlNet."""
     name, config, inputs = cosmos(case)
     control = [torch.randn(BATCH, 45, case.heads * 16) for _ in range(2)]
     times = {"timestep": torch.rand(BATCH, 1, 3, 1, 1), "block_controlnet_hidden_states": control}
@@ -561,6 +613,7 @@ def cosmos_frames(case: Case) -> Any:
 
 
 def z_image(case: Case) -> Any:
+    """Text to image."""
     config = {
         "in_channels": 4,
         "dim": case.heads * 16,
@@ -582,7 +635,7 @@ def z_image(case: Case) -> Any:
 
 
 def z_image_edit(case: Case) -> Any:
-    """Two images and three texts a row, of which the first image is given."""
+    """A given image with its features, and three texts."""
     name, config, inputs = z_image(case)
     images = [[image[:, :, :4], image] for image in inputs["x"]]
     texts = [[text, text[:1], text[:2]] for text in inputs["cap_feats"]]
@@ -591,6 +644,7 @@ def z_image_edit(case: Case) -> Any:
 
 
 def lumina2(case: Case) -> Any:
+    """Grouped KV heads."""
     config = {
         "sample_size": 12,
         "in_channels": 4,
@@ -609,6 +663,7 @@ def lumina2(case: Case) -> Any:
 
 
 def joyimage(case: Case, rope_type: str = "mrope") -> Any:
+    """Rotary positions of image and text."""
     config = {
         "in_channels": 4,
         "hidden_size": case.heads * 16,
@@ -622,6 +677,7 @@ def joyimage(case: Case, rope_type: str = "mrope") -> Any:
 
 
 def krea2(case: Case) -> Any:
+    """Grouped KV heads; padding at the end of the text."""
     config = {
         "in_channels": 6,
         "num_layers": 2,
@@ -649,6 +705,7 @@ def krea2(case: Case) -> Any:
 
 
 def minimax(case: Case) -> Any:
+    """Video, audio and text in one sequence."""
     config = {
         "num_attention_heads": case.heads,
         "attention_head_dim": 12,
@@ -683,6 +740,7 @@ def minimax(case: Case) -> Any:
 
 
 def ltx2(case: Case, rope: str = "interleaved") -> Any:
+    """Video and audio."""
     config = {
         "in_channels": 6,
         "out_channels": 6,
@@ -715,7 +773,7 @@ def ltx2(case: Case, rope: str = "interleaved") -> Any:
 
 
 def ltx23(case: Case) -> Any:
-    """Rotary tables for each head, gates, and modulated text, as LTX-2.3 has; a timestep for each token."""
+    """Gates, and a timestep for each token, as in LTX-2.3."""
     name, config, inputs = ltx2(case, "split")
     more = {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True}
     return name, {**config, **more}, inputs
@@ -769,7 +827,7 @@ MODELS: dict[str, Callable[[Case], Any]] = {
 }
 MASKED = (
     "chroma", "qwen", "qwen_control", "qwen_edit", "hunyuan", "hunyuan_replace", "hunyuan15", "ltx", "hunyuan_image",
-    "pixart", "cosmos", "z_image", "z_image_edit", "lumina2", "krea2",
+    "pixart", "cosmos", "z_image", "z_image_edit", "lumina2", "krea2", "ltx2",
 )  # fmt: skip
 # Models whose code casts to float32 what comes from other tokens, so that ranks sum rounded gradients.
 ROUNDED = (
