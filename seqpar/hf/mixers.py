@@ -25,8 +25,8 @@ from ..base.checks import no_compile
 from ..base.replaced import replaced, replaced_in
 from ..masks.mask import Mask
 from ..mixers import by_heads, by_states, halo
-from ..placement.layout import shard_ranges
 from ..sharding.sharding import Sharding
+from ..strategies.auto import sends_states
 from .batch import BatchShard
 from .state import Patch, current_forward
 
@@ -34,23 +34,8 @@ Original = Callable[..., Any]
 _STATE_BYTES = 4  # of an element of a recurrent state, in float32
 
 
-def sends_states(sharding: Sharding, heads: int, token: int, state: int) -> bool:
-    """Whether a recurrence sends the states of runs, rather than all tokens of some heads. The same on every rank.
-
-    States are computed in three passes over the tokens instead of one. They pay where ranks would have no heads, or
-    where messages go between hosts, if they are fewer bytes.
-
-    Args:
-        sharding: which tokens each rank holds.
-        heads: the number of heads.
-        token: the bytes of one token in the all-to-all to heads and back.
-        state: the bytes of what one run of consecutive tokens does to the state.
-    """
-    ranks = sharding.ranks
-    if heads >= ranks == sharding.per_host or sharding.layout == "striped":
-        return False
-    runs = sum(len(shard_ranges(sharding.seq_len, ranks, rank, sharding.layout)) for rank in range(ranks))
-    return runs * state < sharding.seq_len * token // ranks
+def _sends_states(sharding: Sharding, heads: int, token_bytes: int, state: int) -> bool:
+    return sends_states(sharding, sharding.per_host, heads, token_bytes, _STATE_BYTES * state)
 
 
 def _token_bytes(*tensors: Tensor) -> int:
@@ -115,7 +100,7 @@ def _delta_rule(
 
     (h, e), d = value.shape[2:], key.shape[3]
     moved = _token_bytes(query, key, value, g, beta, value)
-    if sends_states(options["sharding"], h, moved, _STATE_BYTES * h * d * (d + e)):
+    if _sends_states(options["sharding"], h, moved, h * d * (d + e)):
         return _through_states(of_runs, identity, torch.matmul, (query, key, value, g, beta), options), None
     x = value, g[..., None] if per_head else g, beta[..., None]
     out: Tensor = by_heads(of_heads, x, (query, key), **options)
@@ -197,7 +182,7 @@ def _mamba2(
         return state, (torch.zeros_like(y), step, *groups)
 
     (h, e), d = x.shape[2:], B.shape[3]
-    if sends_states(options["sharding"], h, _token_bytes(x, dt, B, C, x), _STATE_BYTES * h * 2 * d * e):
+    if _sends_states(options["sharding"], h, _token_bytes(x, dt, B, C, x), 2 * h * d * e):
         return _through_states(of_runs, identity, torch.mul, (x, dt, B, C), options)
     out: Tensor = by_heads(of_heads, (x, dt[..., None]), (B, C), **options)
     return out

@@ -40,6 +40,7 @@ class Mixer:
         of_group: elements of a token that each group has.
         result: elements of a token that each head returns.
         flops: FLOPs of a token in one head of the recurrence, in forward.
+        state: elements of what a run of tokens does to the state of a head, if ranks may send that instead of heads.
     """
 
     name: str
@@ -54,6 +55,12 @@ class Mixer:
     of_group: int = 0
     result: int = 0
     flops: float = 0.0
+    state: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Elements of a token in the all-to-all to heads and back."""
+        return self.heads * (self.of_head + self.result) + self.groups * self.of_group
 
     @property
     def weights(self) -> int:
@@ -86,6 +93,7 @@ def _delta_rule(name: str, weights_in: int, kept: int, heads: int, groups: int, 
         of_group=2 * d,  # q and k
         result=e,
         flops=2.0 * (3 * c * d + 2 * c * e + 3 * d * e),
+        state=d * (d + e),
     )
 
 
@@ -123,6 +131,7 @@ def _mamba_2(size: Size, hidden: int) -> Mixer:
         of_group=2 * d,  # B and C
         result=e,
         flops=2.0 * (c * d * n / h + c * e + 2 * d * e),
+        state=2 * d * e,
     )
 
 

@@ -20,13 +20,15 @@ from ..mixers import Exchange, ToHeads, ToSequence
 from ..placement.heads import Heads
 from ..placement.layout import TokenLayout
 from ..placement.placement import Placement
-from ..strategies.row_exchange import halo_plan
+from ..strategies.auto import sends_states
+from ..strategies.row_exchange import halo_plan, state_plan
 from .messages import RankPlace, RecordedHeadExchange, SimulatedRanks
 from .mixer import Mixer
 from .setting import ELEMENT_BYTES, FLOAT32_BYTES
 from .simulate import Timeline
 
 _META = torch.device("meta")
+_Rows = tuple[tuple[int, ...], tuple[int, ...]]  # that a rank sends to each rank, and receives from it
 
 
 class MixerTimeline:
@@ -44,20 +46,25 @@ class MixerTimeline:
         ranks: Any = SimulatedRanks(s.ulysses, self._place.ulysses)
         alone: Any = SimulatedRanks(1, 0)
         self._placement = Placement(None, alone, ranks, tokens=s.sharding)
+        per_host, token = min(s.ulysses, s.hardware.gpus_per_host), ELEMENT_BYTES * mixer.moved
+        self._state_bytes = FLOAT32_BYTES * mixer.heads * mixer.state
+        self._by_states = bool(mixer.state) and sends_states(
+            s.sharding, per_host, mixer.heads, token, self._state_bytes
+        )
 
     def forward(self, timeline: Timeline) -> None:
         """Record the convolution, the recurrence and the product of the result with its gate."""
         m = self._mixer
         self._convolution(timeline, False)
         self._memory_bound(timeline, "convolution", 2 * m.channels)
-        self._by_heads(timeline, m, 1)
+        self._recurrence(timeline, 1, False)
         self._memory_bound(timeline, "gate", 3 * m.heads * m.result)
 
     def backward(self, timeline: Timeline) -> None:
         """Record the backward of these. The recurrence is computed again in it."""
         m = self._mixer
         self._memory_bound(timeline, "gate", 5 * m.heads * m.result)
-        self._by_heads(timeline, m, 3, backward=True)
+        self._recurrence(timeline, 3, True)
         self._memory_bound(timeline, "convolution", 4 * m.channels)
         self._convolution(timeline, True)
 
@@ -70,15 +77,33 @@ class MixerTimeline:
         else:
             self._halo(timeline, backward)
 
+    def _recurrence(self, timeline: Timeline, times: int, backward: bool) -> None:
+        """Record ``times`` the recurrence. With states, two passes over this rank's tokens come before the messages."""
+        if not self._by_states:
+            self._by_heads(timeline, self._mixer, times, backward)
+            return
+        s, m, place = self._setting, self._mixer, self._place
+        one_pass = self._seconds(m.heads, m.groups, self._tokens)
+        before, after = (1, 2) if backward else (2, 1)
+        timeline.compute("recurrence", before * times * one_pass)
+        rows = _state_rows(s.sharding, place.ulysses, s.mask, s.batch)
+        self._exchange(timeline, "states", rows, self._state_bytes, backward)
+        timeline.compute("recurrence", after * times * one_pass)
+
+    def _seconds(self, heads: int, groups: int, tokens: int) -> float:
+        """Seconds of the recurrence of some heads in forward: its matrix products, or reading and writing."""
+        s, m = self._setting, self._mixer
+        nbytes = ELEMENT_BYTES * (heads * (m.of_head + m.result) + groups * m.of_group)
+        each = max(heads * m.flops / s.hardware.gemm_flops, nbytes / s.hardware.memory_bandwidth)
+        return each * s.batch * tokens
+
     def _by_heads(self, timeline: Timeline, m: Mixer, times: int, backward: bool = False) -> None:
         """Record an all-to-all to heads, ``times`` the recurrence of the heads of one rank, and the way back."""
         if not m.heads:
             return
         s, length = self._setting, self._setting.seq_len
-        of_rank = -(-m.heads // s.ulysses)  # of the rank with the most heads, for which all others wait
-        elements = of_rank * (m.of_head + m.result) + -(-m.groups // s.ulysses) * m.of_group
-        nbytes, flops = ELEMENT_BYTES * elements, of_rank * m.flops
-        seconds = max(flops / s.hardware.gemm_flops, nbytes / s.hardware.memory_bandwidth) * s.batch * length
+        # Of the rank with the most heads, for which all others wait.
+        seconds = self._seconds(-(-m.heads // s.ulysses), -(-m.groups // s.ulysses), length)
 
         def compute() -> None:
             timeline.compute("recurrence", times * seconds + s.hardware.kernel * (times > 0))
@@ -108,18 +133,20 @@ class MixerTimeline:
 
     def _halo(self, timeline: Timeline, backward: bool) -> None:
         """Record the rows before this rank's runs of tokens, or in backward their gradients, which are float32."""
-        s, place, m = self._setting, self._place, self._mixer
+        s, m = self._setting, self._mixer
         if s.ulysses == 1:
             return
-        sent, received = _halo_rows(s.sharding, place.ulysses, s.mask, s.batch, m.width - 1)
-        if backward:
-            sent, received = received, sent
-        row = m.channels * (FLOAT32_BYTES if backward else s.dtype.itemsize)
-        messages = [
-            [(place.level_to(ulysses=peer), float(row * n)) for peer, n in enumerate(rows) if n]
-            for rows in (sent, received)
-        ]
-        timeline.wait(place.start(timeline, "rows before", "all-to-all of mixers", messages[0], messages[1]))
+        rows = _halo_rows(s.sharding, self._place.ulysses, s.mask, s.batch, m.width - 1)
+        row_bytes = m.channels * (FLOAT32_BYTES if backward else s.dtype.itemsize)
+        self._exchange(timeline, "rows before", rows, row_bytes, backward)
+
+    def _exchange(self, timeline: Timeline, name: str, rows: _Rows, row_bytes: int, backward: bool) -> None:
+        """Record an all-to-all of rows that are sent and received; of their gradients in the other direction."""
+        sent, received = (
+            [(self._place.level_to(ulysses=peer), float(row_bytes * n)) for peer, n in enumerate(x) if n]
+            for x in (reversed(rows) if backward else rows)
+        )
+        timeline.wait(self._place.start(timeline, name, "all-to-all of mixers", sent, received))
 
     def _memory_bound(self, timeline: Timeline, name: str, elements: int) -> None:
         s = self._setting
@@ -128,11 +155,14 @@ class MixerTimeline:
 
 
 @lru_cache(maxsize=256)
-def _halo_rows(
-    sharding: TokenLayout, rank: int, mask: Mask, batch: int, width: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The rows that a rank sends to each rank and receives from it."""
+def _halo_rows(sharding: TokenLayout, rank: int, mask: Mask, batch: int, width: int) -> _Rows:
     rows = halo_plan(sharding, rank, mask, batch, width, torch.device("cpu")).rows
+    return rows.sends, rows.receives
+
+
+@lru_cache(maxsize=256)
+def _state_rows(sharding: TokenLayout, rank: int, mask: Mask, batch: int) -> _Rows:
+    rows = state_plan(sharding, rank, mask, batch, torch.device("cpu")).rows
     return rows.sends, rows.receives
 
 

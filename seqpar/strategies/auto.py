@@ -26,6 +26,7 @@ import torch
 
 from ..comm.trace import count_choice
 from ..masks.mask import Mask
+from ..placement.layout import TokenLayout, shard_ranges
 from ..placement.strategies import StrategyName, StrategyOptions
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec, constants
@@ -75,3 +76,23 @@ def fastest(
     if ulysses in (1, ranks):
         return ("ring" if ulysses == 1 else "ulysses"), {}
     return "hybrid", {"ulysses_size": ulysses}
+
+
+def sends_states(tokens: Sharding | TokenLayout, per_host: int, heads: int, token_bytes: int, state_bytes: int) -> bool:
+    """Whether a recurrence sends the states of runs, rather than all tokens of some heads. The same on every rank.
+
+    States are computed in three passes over the tokens instead of one. They pay where ranks would have no heads, or
+    where messages go between hosts, if they are fewer bytes.
+
+    Args:
+        tokens: which tokens each rank holds.
+        per_host: how many consecutive ranks share a host.
+        heads: the number of heads.
+        token_bytes: of one token in the all-to-all to heads and back.
+        state_bytes: of what one run of consecutive tokens does to the state.
+    """
+    ranks, seq_len, layout = tokens.ranks, tokens.seq_len, tokens.layout
+    if heads >= ranks == per_host or layout == "striped":
+        return False
+    runs = sum(len(shard_ranges(seq_len, ranks, rank, layout)) for rank in range(ranks))
+    return runs * state_bytes < seq_len * token_bytes // ranks

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 import seqpar.hf
 from seqpar.hf import mixers
+from seqpar.strategies.auto import sends_states
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
 from .families import Family, make_batch, one_process, tiny
@@ -167,8 +168,8 @@ def test_states_instead_of_heads(pool: Pool, model: str) -> None:
 )
 def test_states_where_they_pay(seq_len: int, layout: str, ranks: int, per_host: int, states: bool) -> None:
     """For a layer of Qwen3.5 with 32 heads, 12 KB a token each way and 4 MB a state."""
-    sharding: Any = SimpleNamespace(seq_len=seq_len, layout=layout, ranks=ranks, per_host=per_host)
-    assert mixers.sends_states(sharding, 32, 25_000, 4 * 32 * 128 * 256) is states
+    tokens: Any = SimpleNamespace(seq_len=seq_len, layout=layout, ranks=ranks)
+    assert sends_states(tokens, per_host, 32, 25_000, 4 * 32 * 128 * 256) is states
 
 
 def test_mesh(own: OwnPool) -> None:

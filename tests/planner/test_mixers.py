@@ -236,7 +236,14 @@ def runtime(kind: str, mixer: Mixer, sharding: Sharding, mask: Mask) -> list[tup
 
             def recurrence(*args: Any, **kwargs: Any) -> Any:
                 result = function.tokenwise(*args, **kwargs)
-                return (result[0].bfloat16(), None) if isinstance(result, tuple) else result
+                out = result[0].bfloat16() if isinstance(result, tuple) else result
+                if kwargs.get("output_final_state"):
+                    return out, 0 * out.float().sum() + torch.zeros(
+                        len(out), out.shape[2], args[1].shape[3], out.shape[3]
+                    )
+                if kwargs.get("return_final_states"):
+                    return out, 0 * out.float().sum() + torch.zeros(len(out), *out.shape[2:], args[3].shape[3])
+                return (out, None) if isinstance(result, tuple) else out
 
             result = function.sharded(recurrence, options, *inputs_of(kind, mixer, sharding.seq_local))
             out = out + (result[0] if isinstance(result, tuple) else result).sum()
@@ -245,10 +252,16 @@ def runtime(kind: str, mixer: Mixer, sharding: Sharding, mask: Mask) -> list[tup
     return [(t.bytes_sent - t.bytes_between_hosts, t.bytes_between_hosts) for t in (forward, backward)]
 
 
-@pytest.mark.parametrize("kind", [*FUNCTIONS, "lfm2"])
+@pytest.mark.parametrize(
+    ("kind", "states"), [*((kind, False) for kind in (*FUNCTIONS, "lfm2")), ("qwen3_next", True), ("bamba", True)]
+)
 @pytest.mark.parametrize("world", [6, 12])
-def test_bytes_are_those_that_the_runtime_counts(world: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_that_the_runtime_counts(
+    world: int, kind: str, states: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of ranks with heads of their own, with shared groups, and without heads, in splits over a ring too."""
+    for file in ("hf.mixers", "planner.mixer_layer"):
+        monkeypatch.setattr(f"seqpar.{file}.sends_states", lambda *_: states)
     for module in ("row_exchange", "head_exchange"):
         monkeypatch.setattr(f"seqpar.strategies.{module}.start_all_to_all", all_to_all)
     tokens = 8 * world
