@@ -94,8 +94,9 @@ def balanced_layout(
     if seq_len < _FEWEST_TILES * TILE * ranks:
         return "zigzag"
     tile = TILE
-    while seq_len < _ENOUGH_TILES * tile * groups or (
-        seq_len % (tile * groups) and seq_len * PERMILLE < 1000 * tile * groups  # groups may differ by one tile
+    while tile > 1 and (
+        seq_len < _ENOUGH_TILES * tile * groups
+        or (seq_len % (tile * groups) and seq_len * PERMILLE < 1000 * tile * groups)  # groups may differ by one tile
     ):
         tile //= 2
     best: tuple[int, list[list[Piece]], int] | None = None
