@@ -291,6 +291,21 @@ def test_the_hooks_end_with_the_block() -> None:
     model(torch.randn(1, 5, 16))
 
 
+def test_a_new_block_compiles_nothing_again() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    code = torch.compile(Attention(), backend=backend, fullgraph=True)
+    for _ in range(3):
+        with seqpar.replace_sdpa(SHARDING):
+            code(torch.randn(1, 8, 16))
+    assert len(graphs) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("before", [False, True], ids=["new", "compiled before"])
 def test_modules_in_compiled_code(before: bool) -> None:
