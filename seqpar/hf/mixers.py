@@ -40,7 +40,7 @@ def _sends_states(sharding: Sharding, heads: int, token_bytes: int, state: int) 
 
 def _token_bytes(*tensors: Tensor) -> int:
     """The bytes of one token of one batch row."""
-    return sum(x[0, 0].nbytes for x in tensors)
+    return sum(x.shape[2:].numel() * x.element_size() for x in tensors)
 
 
 def _convolution(
