@@ -57,3 +57,17 @@ def test_the_table(layouts: Any) -> None:
     others = [rows[name] for name in names if name != OURS and max(x.pairs for x in found[name]) < 1.2]
     assert others and rows[OURS] < min(others)
     assert layouts.table(found).count("\n") == len(names) + 1
+
+
+def test_predictions_on_gpus(packed_layouts: ModuleType) -> None:
+    """Balanced layouts are the fastest, and none is faster than the kernel."""
+    import flat_scaling
+
+    kernel = flat_scaling.GPU.rate(None).forward
+    rates = {}
+    for name in flat_scaling.PREDICTED:
+        work, seconds = flat_scaling.work_and_seconds((name, 16, 0))
+        assert work / seconds < kernel
+        rates[name] = work / seconds
+    for strategy in ("ring", "all-gather", "Ulysses in hosts, ring between them"):
+        assert rates[f"{strategy}, balanced"] > rates[f"{strategy}, zigzag"]
