@@ -59,7 +59,7 @@ def test_the_table(layouts: Any) -> None:
     assert layouts.table(found).count("\n") == len(names) + 1
 
 
-def test_predictions_on_gpus(packed_layouts: ModuleType) -> None:
+def test_predictions_on_gpus(layouts: ModuleType) -> None:
     """Balanced layouts are the fastest, and none is faster than the kernel."""
     import flat_scaling
 
