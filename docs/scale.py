@@ -15,13 +15,17 @@ from textwrap import fill
 from typing import Any
 
 import seqpar
-from seqpar.planner import HARDWARE, MODELS, Choice
+from seqpar.placement.balanced import balanced_layout
+from seqpar.planner import HARDWARE, MODELS, Choice, Plan
 from seqpar.planner.mixes import mask_of
+from seqpar.planner.setting import Setting
+from seqpar.planner.step import step
 
 DOCS = Path(__file__).parent
 START, END = "<!-- written by docs/scale.py -->", "<!-- end of what docs/scale.py writes -->"
 MODEL, GPU = "llama3-8b", HARDWARE["h100"]
 GPUS = (8, 32, 256, 1024)
+PACKED_GPUS = 4096  # in the table of packed documents, too
 LENGTHS = tuple(k << 10 for k in (32, 128, 512, 1024, 4096, 16384))
 MASKS = {"causal": "one document, causal", "mix:magi": "packed documents"}
 STRATEGIES = ("ring", "context_parallel", "ulysses", "hybrid", "tp_sp")
@@ -82,6 +86,7 @@ class Cell:
 
     best: Option
     by_strategy: dict[str, Option]
+    over_zigzag: float = 1.0  # tokens/s of the best, over those of the same split with zigzag shards
 
 
 Grid = dict[tuple[str, int, int], Cell]
@@ -107,11 +112,27 @@ def predict(where: tuple[str, int, int]) -> Cell:
     by_strategy: dict[str, Option] = {}
     for choice in plan.choices:
         by_strategy.setdefault(choice.strategy, option_of(choice))
-    return Cell(option_of(plan.choices[0]), by_strategy)
+    return Cell(option_of(plan.choices[0]), by_strategy, over_zigzag(plan, plan.choices[0]))
+
+
+def over_zigzag(plan: Plan, choice: Choice) -> float:
+    if choice.layout != "balanced":
+        return 1.0
+    ring, ulysses, tensor = (choice.degrees[name] for name in ("ring", "ulysses", "tp"))
+    together = ulysses * tensor
+    made = balanced_layout(plan.mask, plan.seq_len, ring * together, together, GPU.gpus_per_host)
+    seconds = []
+    for layout in (made, "zigzag"):
+        setting = Setting(
+            MODELS[MODEL], GPU, plan.mask, plan.seq_len, ring=ring, ulysses=ulysses, tensor=tensor, layout=layout,
+            gather=choice.comm == "all_gather", weights=choice.weights, accumulation=choice.accumulation,
+        )  # fmt: skip
+        seconds.append(step(setting, choice.switches, plan.pairs).seconds)
+    return seconds[1] / seconds[0]
 
 
 def predict_all() -> Grid:
-    cells = list(product(MASKS, GPUS, LENGTHS))
+    cells = list(product(MASKS, [*GPUS, PACKED_GPUS], LENGTHS))
     cells.sort(key=lambda x: -x[1])  # the slowest first
     with ProcessPoolExecutor() as pool:
         return dict(zip(cells, pool.map(predict, cells), strict=True))
@@ -181,16 +202,18 @@ def packed(grid: Grid) -> str:
         one, many = (grid[mask, gpus, tokens].best for mask in MASKS)
         if not (one.fits and many.fits):
             return "does not fit"
-        return f"{many.strategy} {many.degrees}, {many.tokens_per_s / one.tokens_per_s:.1f} x"
+        text = f"{many.strategy} {many.degrees}, {many.tokens_per_s / one.tokens_per_s:.1f} x"
+        gain = grid["mix:magi", gpus, tokens].over_zigzag
+        return text if gain == 1 else f"{text}; {gain:.2f}"
 
-    return table(
-        "tokens", [f"{gpus:,} GPUs" for gpus in GPUS], [(words(n), [cell(g, n) for g in GPUS]) for n in LENGTHS]
-    )
+    gpus = [*GPUS, PACKED_GPUS]
+    return table("tokens", [f"{n:,} GPUs" for n in gpus], [(words(n), [cell(g, n) for g in gpus]) for n in LENGTHS])
 
 
 def count(grid: Grid, mask: str) -> str:
     """In how many cells each strategy is the best, such as "`hybrid` 14, `ring` 3, of 17 cells that fit"."""
-    best = [cell.best for (name, *_), cell in grid.items() if name == mask and cell.best.fits]
+    best = [grid[mask, gpus, tokens].best for gpus in GPUS for tokens in LENGTHS]
+    best = [option for option in best if option.fits]
     numbers = sorted(((sum(b.strategy == s for b in best), s) for s in STRATEGIES), reverse=True)
     return ", ".join(f"`{name}` {n}" for n, name in numbers if n) + f", of {len(best)} cells that fit"
 
@@ -274,7 +297,8 @@ def section(grid: Grid) -> str:
         hidden_from(grid),
         "### What packed documents change",
         """Packed documents with the lengths of MagiAttention's benchmark: most have 200 to 2,000 tokens, and the
-        longest 196,608. Each cell has the best choice, and its tokens/s over the tokens/s of one causal document:""",
+        longest 196,608. Each cell has the best choice, and its tokens/s over the tokens/s of one causal document. Where
+        its layout is balanced, a second number is its tokens/s over the tokens/s with zigzag shards:""",
         packed(grid),
         f"""Best cells: {count(grid, "mix:magi")}. Packed documents have fewer visible pairs than one document, and
         everything else in a step is the same. MFU counts only visible pairs, so it is lower where the weights or the
