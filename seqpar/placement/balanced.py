@@ -37,14 +37,14 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, pairwise, starmap
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..masks.mask import Mask
 from ..masks.runs import Runs, keys_below_line
-from .filling import PERMILLE, Component, Piece, fill
+from .filling import PERMILLE, Bounds, Component, Piece, fill, joined
 from .layout import Assigned, Layout, shard_ranges, split_range
 from .levelling import Level
 
@@ -108,7 +108,8 @@ def balanced_layout(
             filled = _halved(best[1], len(below) - 1)
         else:
             filled, end = [[] for _ in range(groups)], 0
-            for pieces in _classes(_components(most_pairs, tile, below), below, fewer):
+            components = _components(most_pairs, tile, below)
+            for pieces in _classes(components, below, fewer) if others else [joined(components, below, groups)]:
                 first, end = end, end + sum(p.size for p in pieces)  # dealt to the ranks in turn
                 sizes = [len(range(first, end)[(i - first) % groups :: groups]) for i in range(groups)]
                 parts = fill(below, pieces, sizes)
@@ -159,8 +160,9 @@ class _Pairs:
         """The pairs of the queries of each shard."""
         edges = [(r.start, r.stop) for ranges in shards for r in ranges]
         pairs = np.diff(self.below(np.array(edges, dtype=np.int64).reshape(-1)).reshape(-1, 2)).reshape(-1)
-        owner = np.repeat(np.arange(len(shards)), [*map(len, shards)])
-        return [int(pairs[owner == i].sum()) for i in range(len(shards))]
+        before = np.append(0, np.cumsum(pairs))[np.append(0, np.cumsum([*map(len, shards)]))]
+        found: list[int] = np.diff(before).tolist()
+        return found
 
     def component_starts(self) -> Array:
         """The positions, besides 0, that no interval crosses: queries before and after see no keys of each other."""
@@ -174,7 +176,7 @@ class _Pairs:
         return at
 
 
-def _components(pairs: _Pairs, tile: int, below: list[int]) -> list[Component]:
+def _components(pairs: _Pairs, tile: int, below: list[int]) -> list[Bounds]:
     """The components in whole tiles. A tile with two of them belongs to the one whose queries there see more keys."""
     at = pairs.component_starts()
     before, here, after = pairs.below(np.concatenate([at - 1, at, at + 1])).reshape(3, -1)
@@ -183,17 +185,15 @@ def _components(pairs: _Pairs, tile: int, below: list[int]) -> list[Component]:
     lo, hi, f = edges[:-1], edges[1:], np.array(below)
     half = (hi - lo) // 2
     dense_first = f[lo + half] - f[lo] > f[hi] - f[hi - half]
-    return [*map(Component, lo.tolist(), hi.tolist(), dense_first.tolist())]
+    return [*zip(lo.tolist(), hi.tolist(), dense_first.tolist(), strict=True)]
 
 
-def _classes(components: list[Component], below: list[int], others: list[list[int]]) -> list[list[Piece]]:
+def _classes(components: list[Bounds], below: list[int], others: list[list[int]]) -> list[list[Piece]]:
     """The tiles in pieces, grouped by which of the ``others`` show fewer pairs there than ``below``."""
-    if not others:
-        return [[Piece(c.lo, c.hi, c) for c in components]]
     pairs = np.diff(below)
     classes = sum(((np.diff(x) < pairs) << i for i, x in enumerate(others)), np.zeros(len(pairs), dtype=np.int64))
     changes, found = (1 + np.flatnonzero(np.diff(classes))).tolist(), defaultdict[int, list[Piece]](list)
-    for c in components:
+    for c in starmap(Component, components):
         for lo, hi in pairwise([c.lo, *changes[bisect_right(changes, c.lo) : bisect_left(changes, c.hi)], c.hi]):
             found[int(classes[lo])].append(Piece(lo, hi, c))
     return [found[key] for key in sorted(found)]
@@ -241,6 +241,8 @@ def _ranges(pieces: list[Piece], tile: int, seq_len: int) -> list[range]:
 
 def _cut(ranges: list[range], parts: int) -> list[tuple[range, ...]]:
     """``ranges`` in increasing order, cut evenly over ``parts`` ranks."""
+    if parts == 1:
+        return [tuple(ranges)]
     starts = list(accumulate(map(len, ranges), initial=0))
     found = []
     for part in range(parts):

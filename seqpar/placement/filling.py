@@ -47,6 +47,26 @@ class Piece:
         return Piece(self.lo - count, self.lo, self.of)
 
 
+# The first tile of a component, the one past its last, and whether the dense end comes first.
+Bounds = tuple[int, int, bool]
+
+
+def joined(components: list[Bounds], below: list[int], ranks: int) -> list[Piece]:
+    """The components as pieces. Small neighbours are one piece: fewer ranges, and a cut between two costs no rows."""
+    tiles, mean = -(-(len(below) - 1) // ranks), below[-1] // ranks
+    found, small = list[Piece](), False  # whether the last piece is small
+    for lo, hi, dense_first in components:
+        is_short = hi - lo <= tiles and below[hi] - below[lo] <= mean
+        if is_short and small and (hi - found[-1].lo) * _FEWEST <= tiles:
+            last = found[-1]
+            last.hi = last.of.hi = hi
+            last.of.dense_first = False
+        else:
+            found.append(Piece(lo, hi, Component(lo, hi, dense_first)))
+        small = is_short
+    return found
+
+
 def fill(below: list[int], pieces: list[Piece], sizes: list[int]) -> list[list[Piece]]:
     """The part of ``pieces`` that each rank gets, filled one after another: ``sizes`` tiles that cost equally much."""
     filler, ranks = _Filler(below, pieces, len(sizes)), len(sizes)
@@ -224,7 +244,8 @@ class _Filler:
         if first:
             fitting = (i for i in reversed(range(len(self.short))) if self._fits(self.short[i], t, a, i))
             return next(fitting, None)
-        near = sorted(self._around(t, a), key=lambda i: abs(self.means[i] * t - a))
+        means = self.means
+        near = sorted(self._around(t, a), key=lambda i: abs(means[i] * t - a))
         return next((i for i in near if self._fits(self.short[i], t, a, i)), None)
 
     def _rest(self, t: int, a: int) -> list[Piece]:
