@@ -50,7 +50,8 @@ def _scores(indexer: nn.Module, call: Any, tokens: slice, keys: Tensor, mask: Te
 def _check_scores(indexer: nn.Module, call: Any, tokens: int, channels: int) -> None:
     """Raise an error if a score depends on more than a token, a key, and whether the token sees the key."""
     seen, length, some = 2 * tokens, 3 * tokens, slice(1, tokens - 1)
-    keys = torch.randn(1, length, channels, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    numbers = torch.Generator("cpu").manual_seed(0)
+    keys = torch.randn(1, length, channels, generator=numbers, dtype=torch.float32, device="cpu")
     i, j = torch.arange(tokens, device="cpu")[:, None], torch.arange(length, device="cpu")
     mask = ((i + j) % 3 > 0) & (j < seen)[None]  # [tokens, length]
     ours = _scores(indexer, call, slice(0, tokens), keys, mask[None])[0]

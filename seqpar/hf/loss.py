@@ -107,7 +107,7 @@ class TokenLoss:
             )
         forward = current_forward()
         if forward is not None and forward.targets is not None:
-            return torch.zeros((), device=labels.device)  # the caller asked for log-probabilities instead of a loss
+            return torch.zeros((), dtype=torch.float32, device=labels.device)  # the caller asked for log-probabilities instead of a loss
         labels = labels if shift_labels is None else shift_labels
         shard = seqpar or (None if forward is None else forward.batch_shard)
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
@@ -348,11 +348,13 @@ def _router_sums(
     How often each expert is chosen, [num_experts]; each expert's probabilities, [num_experts]; the tokens, [1].
     """
     device = gate_logits[0].device
-    counts, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
-    tokens = torch.zeros(1, device=device)
+    counts, probability = (torch.zeros(num_experts, dtype=torch.float32, device=device) for _ in range(2))
+    tokens = torch.zeros(1, dtype=torch.float32, device=device)
     for gate in gate_logits if valid is None else join_tiles(gate_logits, valid.numel()):
         p = torch.softmax(gate.to(device), dim=-1)  # [tokens, num_experts]
-        weight = torch.ones(len(p), device=device) if valid is None else valid.reshape(-1).to(device).float()
+        weight = torch.ones(len(p), device=device, dtype=torch.float32)
+        if valid is not None:
+            weight = valid.reshape(-1).to(weight)
         experts = p.detach().topk(top_k, dim=-1).indices  # [tokens, top_k]
         counts = counts.index_add(0, experts.reshape(-1), weight.repeat_interleave(top_k))
         probability = probability + (p.float() * weight[:, None]).sum(0)

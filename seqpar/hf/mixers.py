@@ -95,7 +95,7 @@ def _delta_rule(
 
     def identity(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         (r, _, h), d = v.shape[:3], k.shape[3]
-        state = torch.eye(d, device=v.device).expand(r, h, d, d).contiguous()
+        state = torch.eye(d, dtype=torch.float32, device=v.device).expand(r, h, d, d).contiguous()
         return state, (q, k, v.new_zeros(*v.shape[:3], d), decay, b)
 
     (h, e), d = value.shape[2:], key.shape[3]
@@ -178,7 +178,7 @@ def _mamba2(
         return found
 
     def identity(y: Tensor, step: Tensor, *groups: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        state = torch.ones(y.shape[0], *y.shape[2:], groups[0].shape[3], device=y.device)
+        state = torch.ones(y.shape[0], *y.shape[2:], groups[0].shape[3], dtype=torch.float32, device=y.device)
         return state, (torch.zeros_like(y), step, *groups)
 
     (h, e), d = x.shape[2:], B.shape[3]

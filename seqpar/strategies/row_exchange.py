@@ -283,7 +283,7 @@ def document_groups(tokens: TokenLayout, mask: Mask, batch: int, device: torch.d
     def make() -> Groups:
         starts = [x[x < length] for x in _document_starts(mask)]
         if not length or (len(starts) == 1 and len(starts[0]) == 1):
-            return Groups((), (), torch.empty(0, device=device))
+            return Groups((), (), torch.empty(0, dtype=torch.int64, device=device))
         return _group(starts, length, batch, device, set())
 
     groups = _cached("documents", mask, (length, batch), device, make)
