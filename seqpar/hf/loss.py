@@ -107,7 +107,8 @@ class TokenLoss:
             )
         forward = current_forward()
         if forward is not None and forward.targets is not None:
-            return torch.zeros((), dtype=torch.float32, device=labels.device)  # the caller asked for log-probabilities instead of a loss
+            # The caller asked for log-probabilities instead of a loss.
+            return torch.zeros((), dtype=torch.float32, device=labels.device)
         labels = labels if shift_labels is None else shift_labels
         shard = seqpar or (None if forward is None else forward.batch_shard)
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
