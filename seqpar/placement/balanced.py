@@ -103,13 +103,14 @@ def balanced_layout(
     enough = total * (1000 + PERMILLE * len(counted)) // (1000 * groups)
     while tile and (best is None or (best[0] > enough and seq_len // tile < _MOST_TILES >> 3 * len(others))):
         edges = np.minimum(np.arange(-(-seq_len // tile) + 1) * tile, seq_len)
-        below, *fewer = (pairs.below(edges).tolist() for pairs in (most_pairs, *others))
+        table, *fewer = (pairs.below(edges) for pairs in (most_pairs, *others))
+        below: list[int] = table.tolist()
         if best is not None and not others:  # go on with smaller tiles
             filled = _halved(best[1], len(below) - 1)
         else:
             filled, end = [[] for _ in range(groups)], 0
-            components = _components(most_pairs, tile, below)
-            for pieces in _classes(components, below, fewer) if others else [joined(components, below, groups)]:
+            components = _components(most_pairs, tile, table)
+            for pieces in _classes(components, table, fewer) if others else [joined(components, below, groups)]:
                 first, end = end, end + sum(p.size for p in pieces)  # dealt to the ranks in turn
                 sizes = [len(range(first, end)[(i - first) % groups :: groups]) for i in range(groups)]
                 parts = fill(below, pieces, sizes)
@@ -176,19 +177,19 @@ class _Pairs:
         return at
 
 
-def _components(pairs: _Pairs, tile: int, below: list[int]) -> list[Bounds]:
+def _components(pairs: _Pairs, tile: int, below: Array) -> list[Bounds]:
     """The components in whole tiles. A tile with two of them belongs to the one whose queries there see more keys."""
     at = pairs.component_starts()
     before, here, after = pairs.below(np.concatenate([at - 1, at, at + 1])).reshape(3, -1)
     cuts = np.where(here - before >= after - here, -(-at // tile), at // tile)
     edges = np.concatenate([[0], np.unique(cuts[(cuts > 0) & (cuts < len(below) - 1)]), [len(below) - 1]])
-    lo, hi, f = edges[:-1], edges[1:], np.array(below)
+    lo, hi = edges[:-1], edges[1:]
     half = (hi - lo) // 2
-    dense_first = f[lo + half] - f[lo] > f[hi] - f[hi - half]
+    dense_first = below[lo + half] - below[lo] > below[hi] - below[hi - half]
     return [*zip(lo.tolist(), hi.tolist(), dense_first.tolist(), strict=True)]
 
 
-def _classes(components: list[Bounds], below: list[int], others: list[list[int]]) -> list[list[Piece]]:
+def _classes(components: list[Bounds], below: Array, others: list[Array]) -> list[list[Piece]]:
     """The tiles in pieces, grouped by which of the ``others`` show fewer pairs there than ``below``."""
     pairs = np.diff(below)
     classes = sum(((np.diff(x) < pairs) << i for i, x in enumerate(others)), np.zeros(len(pairs), dtype=np.int64))
