@@ -213,8 +213,9 @@ def _numbered(ranks: list[list[Piece]], per_host: int) -> list[list[Piece]]:
         return max(pieces, key=lambda p: (p.depth - p.size, p.depth, -p.lo))
 
     by_component = defaultdict[Component, list[list[Piece]]](list)
-    for pieces in sorted(ranks, key=lambda pieces: -deepest(pieces).depth):
-        by_component[deepest(pieces).of].append(pieces)
+    with_deepest = [(deepest(pieces), pieces) for pieces in ranks]
+    for piece, pieces in sorted(with_deepest, key=lambda x: -x[0].depth):
+        by_component[piece.of].append(pieces)
     hosts: list[list[list[Piece]]] = []
     rests = []
     for group in by_component.values():

@@ -244,9 +244,10 @@ class _Filler:
         if first:
             fitting = (i for i in reversed(range(len(self.short))) if self._fits(self.short[i], t, a, i))
             return next(fitting, None)
-        means = self.means
-        near = sorted(self._around(t, a), key=lambda i: abs(means[i] * t - a))
-        return next((i for i in near if self._fits(self.short[i], t, a, i)), None)
+        near = self._around(t, a)
+        off = [abs(mean * t - a) for mean in self.means[near.start : near.stop]]
+        order = (near[i] for i in sorted(range(len(off)), key=off.__getitem__))
+        return next((i for i in order if self._fits(self.short[i], t, a, i)), None)
 
     def _rest(self, t: int, a: int) -> list[Piece]:
         """The last ``t`` tiles: both ends of the smallest short piece whose ends can cost ``a``."""
