@@ -99,7 +99,7 @@ def balanced_layout(
         or (seq_len % (tile * groups) and seq_len * PERMILLE < 1000 * tile * groups)  # groups may differ by one tile
     ):
         tile //= 2
-    best: tuple[int, list[list[Piece]], int] | None = None
+    best: tuple[int, list[list[Piece]], list[list[range]]] | None = None
     enough = total * (1000 + PERMILLE * len(counted)) // (1000 * groups)
     while tile and (best is None or (best[0] > enough and seq_len // tile < _MOST_TILES >> 3 * len(others))):
         edges = np.minimum(np.arange(-(-seq_len // tile) + 1) * tile, seq_len)
@@ -118,16 +118,17 @@ def balanced_layout(
                     Level(below, parts).run()
                 filled = [a + b for a, b in zip(filled, parts, strict=True)]
         Level(below, filled).run()
-        now = busiest([_ranges(x, tile, seq_len) for x in filled])
+        shards = [_ranges(x, tile, seq_len) for x in filled]
+        now = busiest(shards)
         if best is None or now < best[0] or not others:
-            best = now, filled, tile
+            best = now, filled, shards
         tile //= 2
     assert best is not None
-    now, filled, tile = best
+    now, filled, shards = best
     if now > min(most.values()):  # a single token may have more than a rank's share
         return min(names, key=most.__getitem__)
-    numbered = _numbered(filled, max(1, per_host // together) if per_host else groups)
-    return Assigned(tuple(chain.from_iterable(_cut(_ranges(x, tile, seq_len), together) for x in numbered)))
+    order = _numbered(filled, max(1, per_host // together) if per_host else groups)
+    return Assigned(tuple(chain.from_iterable(_cut(shards[i], together) for i in order)))
 
 
 class _Pairs:
@@ -206,23 +207,23 @@ def _halved(ranks: list[list[Piece]], tiles: int) -> list[list[Piece]]:
     return [[Piece(2 * p.lo, min(2 * p.hi, tiles), components[p.of]) for p in x] for x in ranks]
 
 
-def _numbered(ranks: list[list[Piece]], per_host: int) -> list[list[Piece]]:
-    """The ranks in an order in which holders of one component share hosts: a row is sent to a host once."""
+def _numbered(ranks: list[list[Piece]], per_host: int) -> list[int]:
+    """The indices of ``ranks`` in an order in which holders of one component share hosts: a host gets a row once."""
 
     def deepest(pieces: list[Piece]) -> Piece:
         return max(pieces, key=lambda p: (p.depth - p.size, p.depth, -p.lo))
 
-    by_component = defaultdict[Component, list[list[Piece]]](list)
-    with_deepest = [(deepest(pieces), pieces) for pieces in ranks]
-    for piece, pieces in sorted(with_deepest, key=lambda x: -x[0].depth):
-        by_component[piece.of].append(pieces)
-    hosts: list[list[list[Piece]]] = []
+    by_component = defaultdict[Component, list[int]](list)
+    of_rank = [*map(deepest, ranks)]
+    for i in sorted(range(len(ranks)), key=lambda i: -of_rank[i].depth):
+        by_component[of_rank[i].of].append(i)
+    hosts: list[list[int]] = []
     rests = []
     for group in by_component.values():
         full = len(group) // per_host * per_host
         hosts += [group[i : i + per_host] for i in range(0, full, per_host)]
         rests.append(group[full:])
-    most, shared = -(-len(ranks) // per_host), list[list[list[Piece]]]()
+    most, shared = -(-len(ranks) // per_host), list[list[int]]()
     for rest in sorted(rests, key=len, reverse=True):  # the largest first, into the first host with room
         room = next((host for host in shared if len(host) + len(rest) <= per_host), None)
         if room is None and len(hosts) + len(shared) < most:
