@@ -86,7 +86,7 @@ class Cell:
 
     best: Option
     by_strategy: dict[str, Option]
-    over_zigzag: float = 1.0  # tokens/s of the best, over those of the same split with zigzag shards
+    over_zigzag: float = 1.0  # tokens/s of the best option / tokens/s of the same split with zigzag shards
 
 
 Grid = dict[tuple[str, int, int], Cell]

@@ -97,7 +97,7 @@ class _Filler:
         return piece.size > self.tiles or self.cost(piece) > self.mean
 
     def _merged(self, short: Iterable[Piece]) -> list[Piece]:
-        """Small neighbours as one piece: fewer ranges, and a cut between two of them costs no rows."""
+        """Small neighbours as one piece, as in ``joined``, for masks whose components were divided into classes."""
         merged = list[Piece]()
         for piece in short:
             if merged and merged[-1].hi == piece.lo and (piece.hi - merged[-1].lo) * _FEWEST <= self.tiles:

@@ -74,7 +74,7 @@ class Calibration:
 
 
 def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:
-    """Seconds of a step's matrix products, with those of mixers, and of its attention at the published rates.
+    """Seconds of a step's matrix products, mixers included, and of its attention at the published rates.
 
     Args:
         setting: the run.

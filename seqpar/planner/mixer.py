@@ -31,7 +31,7 @@ class Mixer:
         name: what it is.
         channels: channels of its causal convolution.
         width: tokens that a channel's kernel reads.
-        weights_in: weights that a token is multiplied by before the recurrence, those of the convolution included.
+        weights_in: weights that a token is multiplied by before the recurrence, with the weights of the convolution.
         weights_out: weights of the projection after it.
         kept: elements of a token that autograd keeps, besides the input of the convolution and of the recurrence.
         heads: heads of the recurrence, which ranks divide; 0 without a recurrence.

@@ -1,7 +1,7 @@
 """Mixers and attention to chosen keys of one layer on one rank as a timeline.
 
-The messages of a mixer are those of ``seqpar.mixers``: the runtime's own ``by_heads`` and the plan of ``halo`` run
-here, with tensors without data. Those of an indexer are the collectives of ``seqpar/hf/indexers.py``.
+A mixer sends what ``seqpar.mixers`` sends: the all-to-alls of ``by_heads`` run here with tensors without data, and the
+plans of ``halo`` and ``by_states`` say which rows are sent. An indexer sends what ``seqpar/hf/indexers.py`` sends.
 """
 
 from __future__ import annotations

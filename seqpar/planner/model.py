@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def all_kinds(self) -> tuple[Kind, ...]:
-        """``kinds``, and without them that of all layers."""
+        """``kinds``, or one kind for all layers if there are none."""
         return self.kinds or (Kind(self.layers),)
 
     def count(self, part: str) -> int:

@@ -20,13 +20,14 @@ under the others. An all-gather, which holds K/V of all ranks, is never named.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from operator import index
 
 import torch
 
 from ..comm.trace import count_choice
 from ..masks.mask import Mask
-from ..placement.layout import TokenLayout, shard_ranges
+from ..placement.layout import Layout, TokenLayout, shard_ranges
 from ..placement.strategies import StrategyName, StrategyOptions
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec, constants
@@ -94,5 +95,10 @@ def sends_states(tokens: Sharding | TokenLayout, per_host: int, heads: int, toke
     ranks, seq_len, layout = tokens.ranks, tokens.seq_len, tokens.layout
     if heads >= ranks == per_host or layout == "striped":
         return False
-    runs = sum(len(shard_ranges(seq_len, ranks, rank, layout)) for rank in range(ranks))
-    return runs * state_bytes < seq_len * token_bytes // ranks
+    return _runs(seq_len, ranks, layout) * state_bytes < seq_len * token_bytes // ranks
+
+
+@lru_cache(maxsize=256)  # every call of a mixer needs it
+def _runs(seq_len: int, ranks: int, layout: Layout) -> int:
+    """How many runs of consecutive tokens all ranks hold together."""
+    return sum(len(shard_ranges(seq_len, ranks, rank, layout)) for rank in range(ranks))
