@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from .cases import Batch
 from .pool import OwnPool, Pool
+from .reference import MARGINS
 
 # Hypothesis draws the same examples in every run, so that a failing test fails again. An example has no deadline,
 # because the machine may be busy.
@@ -31,6 +32,9 @@ _SLOW_S = 8.0
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--case", metavar="ID", help="in tests with many cases, run only the case with this id (or part of an id)"
+    )
+    parser.addoption(
+        "--margins", action="store_true", help="print the largest error of each test as a share of its limit"
     )
 
 
@@ -58,6 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = with_cases
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Note how near the test's comparisons came to their limits, also of a test that fails."""
+    MARGINS.take()
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("nearest", MARGINS.take()))
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Leave the objects made by imports and collection out of garbage collection, and collect less often."""
     gc.collect()
@@ -82,6 +96,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for nodeid, duration in sorted(seconds.items(), key=lambda item: -item[1]):
         if duration > _SLOW_S and nodeid not in marked:
             terminalreporter.write_line(f"warning: {nodeid} took {duration:.0f} s and is not marked slow", yellow=True)
+    if config.getoption("--margins"):
+        calls = [x for x in chain.from_iterable(terminalreporter.stats.values()) if getattr(x, "when", "") == "call"]
+        nearest = ((dict(x.user_properties)["nearest"], x.nodeid) for x in calls)
+        for (share, what), nodeid in sorted(nearest, reverse=True):
+            if share:
+                terminalreporter.write_line(f"{share:.3f} of the limit: {nodeid}: {what}")
     wanted = config.getoption("--case")
     if wanted is not None:
         terminalreporter.write_line(f"--case {wanted!r}: {config.stash.get(_CASES_RAN, 0)} cases ran")

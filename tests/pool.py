@@ -39,6 +39,8 @@ import seqpar
 from seqpar.base.replaced import replaced
 from seqpar.comm.shared_memory import VARIABLE, _transports
 
+from .reference import MARGINS
+
 WORLDS = (1, 2, 3, 4, 8)
 _START_DEADLINE_S = 120.0
 # After a rank has failed, the other ranks have so many seconds to report, because the cause may be an error on one of
@@ -74,11 +76,15 @@ class WorkerError(AssertionError):
 
 
 class _Answer(NamedTuple):
-    """The answer of one rank: its result or the text of its error, and the number of process groups that it has."""
+    """The answer of one rank: its result or the text of its error.
+
+    Also the number of process groups that it has, and the comparison that came nearest to its limit.
+    """
 
     ok: bool
     value: Any
     groups: int = 0
+    nearest: tuple[float, str] = (0.0, "")
 
 
 class Pool:
@@ -184,6 +190,8 @@ class Pool:
                     answers[rank] = _Answer(False, f"the process ended with code {self._processes[rank].exitcode}")
                 if not answers[rank].ok:
                     end = min(end, time.monotonic() + _GRACE_S)
+        for answer in answers.values():
+            MARGINS.add(*answer.nearest)
         if len(answers) == world and all(answer.ok for answer in answers.values()):
             self._groups = max(self._groups, *(answer.groups for answer in answers.values()))
             self._signal(world, _PAUSE)
@@ -368,8 +376,9 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
         try:
             world, shared_memory, body, args, kwargs = pickle.loads(message)
             os.environ[VARIABLE] = str(int(shared_memory))
+            MARGINS.take()
             result = body(groups[world], *args, **kwargs)
-            answer = pickle.dumps((True, result, dist.get_pg_count()))
+            answer = pickle.dumps((True, result, dist.get_pg_count(), MARGINS.take()))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
         pipe.send_bytes(answer)

@@ -20,7 +20,60 @@ from torch import Tensor
 
 from seqpar import Mask
 
-# Tolerances.
+# Limits of errors.
+
+# A result may be off by this many times the rounding of one process, plus so many units in the last place.
+FACTOR = 10.0
+UNITS = 32.0
+
+
+class Margins:
+    """How near the comparisons of this process came to their limits; ``pytest --margins`` prints it for each test."""
+
+    def __init__(self) -> None:
+        self.nearest = 0.0, ""
+
+    def add(self, share: float, what: str) -> None:
+        """Note a comparison whose error is ``share`` of its limit."""
+        self.nearest = max(self.nearest, (share, what))
+
+    def take(self) -> tuple[float, str]:
+        """The comparison that came nearest to its limit since the last call, or ``(0.0, "")``."""
+        nearest, self.nearest = self.nearest, (0.0, "")
+        return nearest
+
+
+MARGINS = Margins()
+
+
+def nudge(tensors: Iterable[Tensor]) -> None:
+    """Change each value by one unit in the last place, up or down at random.
+
+    The results of one process for these inputs or weights differ from the results before by the rounding that the
+    problem has in this dtype, whatever the order of sums is. The random state of torch stays as it was.
+    """
+    chance = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for x in tensors:
+            x.mul_(1 + torch.finfo(x.dtype).eps * (2.0 * torch.randint(2, x.shape, generator=chance) - 1))
+
+
+def assert_error(
+    error: float, rounding: float, what: str = "result", *, size: float = 1.0, dtype: torch.dtype = torch.float32
+) -> None:
+    """Fail if ``error`` is above its limit, ``FACTOR * rounding`` and ``UNITS`` units in the last place of ``size``.
+
+    Args:
+        error: the error of the result.
+        rounding: the error of one process in the same run, measured alike: in ``dtype`` against float64, or for
+            inputs that ``nudge`` has changed.
+        what: the name of the result.
+        size: the size of the result.
+        dtype: the dtype that the result is computed in.
+    """
+    limit = FACTOR * rounding + UNITS * torch.finfo(dtype).eps * size + torch.finfo(dtype).tiny
+    MARGINS.add(error / limit, what)
+    assert error <= limit, f"{what}: error {error:.1e}, allowed {limit:.1e} (rounding of one process {rounding:.1e})"
 
 
 @dataclass(frozen=True)
