@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
+from .processes import check_own_process
+
 # Ranks that fail together report within this time of one another.
 _GRACE_S = 2.0
 # A rank that has waited for this long writes an entry.
@@ -71,11 +73,13 @@ def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: ti
         timeout: how long a rank waits for the others.
 
     Raises:
-        RuntimeError: some ranks did not call this function before the timeout. The message names them.
+        RuntimeError: some ranks did not call this function before the timeout, and the message names them; or this
+            process was forked from a rank.
     """
     index, size = ranks.index(dist.get_rank()), len(ranks)
     if size == 1 or is_simulated():
         return [value] * size
+    check_own_process(purpose)
     store, key, began = _get_default_store(), _key(purpose, ranks), time.monotonic()
     try:
         entries = (_join if index else _gather)(store, key, value, index or size, purpose, timeout)
