@@ -205,7 +205,7 @@ def check_cache(cache: object, sharding: Sharding | None, dropout_p: float) -> N
     if not isinstance(cache, KeyValueCache):
         raise TypeError(f"cache={type(cache).__name__}: expected a seqpar.KeyValueCache")
     if sharding not in (None, cache.sharding):
-        raise ValueError(f"sharding: {sharding}, but the cache was made with {cache.sharding}; pass cache.sharding")
+        raise ValueError(f"sharding: {sharding!r}, but the cache was made with {cache.sharding!r}; pass cache.sharding")
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p}: generation drops nothing; call model.eval()")
 

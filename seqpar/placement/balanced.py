@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise, starmap
 
 import numpy as np
@@ -131,6 +131,16 @@ def balanced_layout(
     return Assigned(tuple(chain.from_iterable(_cut(shards[i], together) for i in order)))
 
 
+def pairs_of_ranks(mask: Mask, seq_len: int, shards: Sequence[Sequence[range]]) -> list[int]:
+    """The visible pairs of the queries of each rank, whose positions are the ranges ``shards[rank]``; the sum over the
+    mask's batch rows."""
+    pairs = _Pairs(mask, seq_len)
+    if all(r.step == 1 for ranges in shards for r in ranges):
+        return pairs.of(shards)
+    positions = [np.concatenate([np.arange(0), *map(np.asarray, ranges)]) for ranges in shards]
+    return [int((pairs.below(x + 1) - pairs.below(x)).sum()) for x in positions]
+
+
 class _Pairs:
     """The visible pairs of a mask, at a cost that does not grow with the tokens; the sum over its batch rows."""
 
@@ -158,7 +168,7 @@ class _Pairs:
             total += before[run] + self._seen(runs, run, x - runs.start[run])
         return total
 
-    def of(self, shards: list[list[range]]) -> list[int]:
+    def of(self, shards: Sequence[Sequence[range]]) -> list[int]:
         """The pairs of the queries of each shard."""
         edges = [(r.start, r.stop) for ranges in shards for r in ranges]
         pairs = np.diff(self.below(np.array(edges, dtype=np.int64).reshape(-1)).reshape(-1, 2)).reshape(-1)

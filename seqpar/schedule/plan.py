@@ -140,6 +140,13 @@ class AttentionPlan:
         """Tokens of the longest shard."""
         return max(len(self.sharding.ring_positions(rank)) for rank in range(self.sharding.ring))
 
+    @property
+    def rows_received(self) -> int:
+        """The tokens of other ranks whose k and v this rank's queries see: what it receives in a ring on one host."""
+        visible = self._visible(self.rank)
+        own = rows_in(visible, self.sharding.ring_positions(self.rank))
+        return sum(b - a for a, b in visible) - len(own)
+
     @cached_property
     def dense(self) -> bool:
         """Whether every rank needs nearly all keys, so that an all-gather is a collective of all rows. The same on

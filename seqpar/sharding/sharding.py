@@ -44,6 +44,7 @@ from ..ranks.mesh import (
     shown,
     size_of,
 )
+from .report import TOKEN_BYTES, check_masks, report
 from .same_rows import compare, compares_now
 from .shards import Unshard, local_shard
 from .spec import REPLICATED, AttentionSpec
@@ -79,6 +80,8 @@ class Sharding(Opaque):
     Attributes:
         sequence_group: the ranks that the sequence is sharded over; None in a process without torch.distributed.
         layout_name: the layout's name; "assigned" for a ``seqpar.Assigned``.
+        balanced_for: the mask or masks that ``Sharding.balanced`` was given; None for any other sharding. ``print`` of
+            such a sharding shows its ``report``.
 
     Raises:
         TypeError: an argument has another type.
@@ -99,6 +102,7 @@ class Sharding(Opaque):
     strategy: StrategyName | Literal["tp_sp"] | None = None
     sequence_group: ProcessGroup | None = field(init=False)
     layout_name: str = field(init=False)
+    balanced_for: Mask | Mapping[Mask, int] | None = field(init=False, default=None)
     _key: tuple[Any, ...] = field(init=False)
     _hash: int = field(init=False)
 
@@ -212,17 +216,7 @@ class Sharding(Opaque):
             Assigned(4096 tokens, 4 ranks, 12 ranges, checksum=d0e7aec1)
         """
         check_int("seq_len", seq_len, 0)
-        for each in mask if isinstance(mask, Mapping) else (mask,):
-            if not isinstance(each, Mask):
-                raise TypeError(
-                    f"mask={type(each).__name__}: expected a seqpar.Mask, such as Mask.documents([0, 5, 8]), or masks "
-                    "with numbers of layers, such as {mask: 1, mask & Mask.sliding_window(4095): 3}"
-                )
-        if not isinstance(mask, Mask):
-            if not mask:
-                raise ValueError("mask={}: expected at least one mask with its number of layers")
-            for each, layers in mask.items():
-                check_int(f"mask[{each!r}]", layers, 1)
+        check_masks(mask)
         if ranks is not None or rank is not None:
             if mesh is not None or group is not None or strategy is not None or ranks is None or rank is None:
                 raise ValueError(f"ranks={ranks}, rank={rank}: give both, and neither mesh, group nor strategy")
@@ -230,14 +224,16 @@ class Sharding(Opaque):
             check_int("rank", rank, 0)
             if rank >= ranks:
                 raise ValueError(f"rank={rank}: expected one of {ranks} ranks, from 0 to {ranks - 1}")
-            return WorkerSharding(seq_len, balanced_layout(mask, seq_len, ranks), ranks, rank)
+            return WorkerSharding(seq_len, balanced_layout(mask, seq_len, ranks), ranks, rank, mask)
         sequence = resolve_sequence_group(mesh, group, strategy)
         together = 1  # ranks that attend with the same tokens
         if mesh is not None and mesh.mesh_dim_names and mesh.ndim > 1:
             joined = ("ulysses", "tp") if strategy == "tp_sp" else ("ulysses",)
             together = math.prod(mesh[name].size() for name in joined if name in mesh.mesh_dim_names)
         layout = balanced_layout(mask, seq_len, size_of(sequence), together, known_per_host(sequence))
-        return Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
+        sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
+        object.__setattr__(sharding, "balanced_for", mask)
+        return sharding
 
     @cached_property
     def _placements(self) -> dict[Any, Placement]:
@@ -386,6 +382,29 @@ class Sharding(Opaque):
         out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
         return out
 
+    def report(self, mask: Mask | Mapping[Mask, int], token_bytes: int = TOKEN_BYTES) -> str:
+        """A table of each rank's tokens, the visible pairs of its queries, and the bytes that it receives.
+
+        The bytes are those of k and v in the forward of ``strategy="ring"`` with all ranks on one host. Ranks of the
+        mesh's ulysses dimension, and of tp with ``strategy="tp_sp"``, divide the pairs and the bytes of their tokens.
+
+        Args:
+            mask: which keys each query sees. If layers have different masks: each mask with its number of layers.
+            token_bytes: bytes of k and v of one token; by default of 8 KV heads with head_dim 128 in bfloat16.
+
+        Returns:
+            A line for each rank.
+
+        Raises:
+            TypeError: an argument has another type.
+            ValueError: a mask does not fit the sequence's length.
+        """
+        together = 1
+        if self.mesh is not None and self.mesh.mesh_dim_names and self.mesh.ndim > 1:
+            names = ("ulysses", "tp") if self.over_tp else ("ulysses",)
+            together = math.prod(self.mesh[name].size() for name in names if name in self.mesh.mesh_dim_names)
+        return report(self.seq_len, self.layout, self.ranks, together, mask, token_bytes)
+
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
         """The number of tokens of each rank of ``group``, whose ranks must all share the sequence.
 
@@ -477,6 +496,11 @@ class Sharding(Opaque):
         strategy = f", strategy={self.strategy!r}" if self.strategy is not None else ""
         return f"Sharding({self.seq_len}, {self.layout!r}{strategy}, lengths={lengths})"
 
+    def __str__(self) -> str:
+        if self.balanced_for is None:
+            return repr(self)
+        return f"balanced for {self.balanced_for!r}: {self!r}\n{self.report(self.balanced_for)}"
+
 
 @dataclass(frozen=True)
 class WorkerSharding:
@@ -490,12 +514,14 @@ class WorkerSharding:
         layout: which tokens each rank holds.
         ranks: the number of ranks.
         rank: the rank that started this process, among these.
+        balanced_for: as in ``Sharding``.
     """
 
     seq_len: int
     layout: Layout
     ranks: int
     rank: int
+    balanced_for: Mask | Mapping[Mask, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -522,6 +548,15 @@ class WorkerSharding:
         positions = self.positions().to(x.device)
         return x.index_select(_check_full(x, dim, self.seq_len), positions)
 
+    def report(self, mask: Mask | Mapping[Mask, int], token_bytes: int = TOKEN_BYTES) -> str:
+        """As ``Sharding.report``."""
+        return report(self.seq_len, self.layout, self.ranks, 1, mask, token_bytes)
+
+    def __str__(self) -> str:
+        if self.balanced_for is None:
+            return repr(self)
+        return f"balanced for {self.balanced_for!r}: {self!r}\n{self.report(self.balanced_for)}"
+
     def _check_worker(self) -> None:
         if dist.is_initialized():
             raise ValueError(
@@ -537,8 +572,9 @@ def _in_worker(sharding: Sharding | WorkerSharding, *values: Any) -> Any:
     """How to pickle ``sharding``: only for a process that is being started, which cannot be another rank's."""
     if get_spawning_popen() is None:
         raise TypeError(
-            f"{sharding}: a sharding belongs to its rank and its process groups; it can be pickled only for a process "
-            "that this one starts (a worker of a DataLoader); elsewhere make it again, from its seq_len and layout"
+            f"{sharding!r}: a sharding belongs to its rank and its process groups; it can be pickled only for a "
+            "process that this one starts (a worker of a DataLoader); elsewhere make it again, from its seq_len and "
+            "layout"
         )
     return WorkerSharding, values
 

@@ -14,8 +14,10 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Assigned, Mask, Sharding
 from seqpar.placement.balanced import _Pairs, balanced_layout
-from seqpar.placement.layout import Layout, shard_ranges
+from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout, shard_length, shard_ranges
 from seqpar.planner.mixes import document_mix
+from seqpar.schedule.plan import AttentionPlan
+from seqpar.sharding.report import report
 from seqpar.sharding.sharding import WorkerSharding
 
 from ..observe import message_of
@@ -235,3 +237,42 @@ def test_errors() -> None:
     assert "has 8 tokens" in message_of(lambda: make(mask, 8))
     assert "ranks=4, rank=None: give both" in message_of(lambda: make(mask, 1100, ranks=4))
     assert "rank=4: expected one of 4 ranks" in message_of(lambda: make(mask, 1100, ranks=4, rank=4))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_the_report_is_what_ranks_hold_compute_and_receive(together: int) -> None:
+    """Counted token by token, and the rows of a ring's plans."""
+    n, ranks = 2100, 4
+    mask = Mask.documents([[0, 900, 920, n], [0, 30, n]]) & Mask.sliding_window(400)
+    seen = mask.dense(n)  # [2, n, n]
+    for layout in (balanced_layout(mask, n, ranks, together), *LAYOUTS):
+        lines = report(n, layout, ranks, together, mask, 1_000_000).splitlines()[1:-1]  # a megabyte for each row
+        held, pairs, received = ([float(x.split()[i].replace(",", "")) for x in lines] for i in (1, 2, 4))
+        assert held == [shard_length(n, ranks, rank, layout) for rank in range(ranks)]
+        tokens = TokenLayout(n, layout, ranks // together, together)
+        for first in range(0, ranks, together):
+            own = tokens.ring_positions(first // together).tensor(CPU)
+            others = torch.ones(n, dtype=torch.bool).index_fill(0, own, False)
+            rows = int((seen[:, own].any(dim=(0, 1)) & others).sum())
+            steps = AttentionPlan(mask, tokens, first // together)
+            assert rows == sum(len(t.owner_rows) for step in [*steps][1:] for t in step.intra_host.receives)
+            mine = slice(first, first + together)
+            assert pairs[mine] == pytest.approx([float(seen[:, own].sum()) / together] * together, abs=1)
+            assert received[mine] == pytest.approx([rows / together] * together)
+
+
+def test_print_shows_what_balanced_has_made() -> None:
+    mask = Mask.documents([0, 3000, 4096])
+    for made in (Sharding.balanced(mask, 4096), Sharding.balanced(mask, 4096, ranks=4, rank=0)):
+        first, *table = str(made).splitlines()
+        assert first == f"balanced for {mask!r}: {made!r}" and "\n".join(table) == made.report(mask)
+        assert len(table) == len(made.lengths) + 2
+    layers = made.report({mask: 1, mask & Mask.sliding_window(9): 3}).splitlines()[1:5]
+    alone = [made.report(x).splitlines()[1:5] for x in (mask, mask & Mask.sliding_window(9))]
+    for both, one, other in zip(layers, *alone, strict=True):
+        pairs = [float(x.split()[2].replace(",", "")) for x in (both, one, other)]
+        assert pairs[0] == pairs[1] + 3 * pairs[2]
+    with pytest.raises(TypeError, match=r"mask=int: expected a seqpar\.Mask"):
+        made.report({3: 1})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="token_bytes=-1: expected at least 0"):
+        made.report(mask, -1)
