@@ -134,6 +134,8 @@ def _transformers(model: Any) -> dict[str, nn.Module]:
     found = {name: components[name] for name in ("transformer", "transformer_2") if components.get(name) is not None}
     if not found:
         raise ValueError(f"model: {type(model).__name__} has no transformer, only {', '.join(components)}")
+    if found.get("transformer_2") is found.get("transformer"):
+        del found["transformer_2"]
     return found
 
 

@@ -220,10 +220,10 @@ def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
 
 
 def _root_models(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in ``model`` that are not part of another transformers model."""
+    """The transformers models in ``model`` that are not part of another transformers model, each once."""
     if isinstance(model, PreTrainedModel):
         return [model]
-    return [root for child in model.children() for root in _root_models(child)]
+    return [*dict.fromkeys(root for child in model.children() for root in _root_models(child))]
 
 
 def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) -> None:

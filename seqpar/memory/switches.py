@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -61,39 +61,67 @@ class Memory:
                 "checkpoint='attention' or 'full'"
             )
 
-    def apply(self, model: Model, layers: Iterable[nn.Module] | None = None) -> Model:
+    def apply(
+        self,
+        model: Model,
+        layers: Iterable[nn.Module] | None = None,
+        *,
+        mlps: Iterable[nn.Module] | None = None,
+        attentions: Iterable[nn.Module] | None = None,
+    ) -> Model:
         """Change how ``model`` computes its layers, in place. ``seqpar.memory.restore`` undoes it.
 
-        Names, weights and outputs do not change. Call it after LoRA adapters are added, and before DDP, FSDP or
-        torch.compile.
+        Names, weights and outputs do not change. A module that several layers share is changed once. Call it after LoRA
+        adapters are added, and before DDP, FSDP or torch.compile.
 
         Args:
             model: the model. It is returned.
             layers: its layers. By default the elements of every ``nn.ModuleList`` that have an attention layer (a child
-                named self_attn, attention, attn or self_attention).
+                named self_attn, attention, attn or self_attention), or the modules in them that have one.
+            mlps: the modules that ``tiled_mlp`` tiles. Each token's result must depend on this token alone. By default
+                the child of each layer that is named mlp, feed_forward, ffn, block_sparse_moe or moe.
+            attentions: the attention layers that ``head_groups`` computes by groups of heads. By default the child of
+                each layer that has one of the names above.
 
         Raises:
-            TypeError: ``model`` is not a module.
-            ValueError: no layers are found, a layer has no MLP or no attention that can be computed in this way, or the
-                model was changed already.
+            TypeError: ``model``, or one of the other modules, is not a module.
+            ValueError: no module with these names is found, a module is not in ``model``, an attention layer cannot be
+                computed by groups of heads, or the model was changed already.
         """
         check_module("model", model)
-        if any(is_replaced(m) for m in model.modules()):
+        inside = set(model.modules())
+        if any(is_replaced(m) for m in inside):
             raise ValueError("model: its memory is managed already; call seqpar.memory.restore(model) first")
-        found = list(layers_of(model) if layers is None else layers)
-        if not found:
-            raise ValueError(
-                f"model: {type(model).__name__} has no nn.ModuleList of layers with an attention layer; pass layers="
-            )
+        layers = None if layers is None else list(layers)
+
+        def chosen(
+            argument: str, given: Iterable[nn.Module] | None, names: tuple[str, ...] = ()
+        ) -> Iterable[nn.Module]:
+            if given is None:
+                given = layers_of(model) if layers is None else layers
+                given = [_child(layer, argument, names) for layer in given] if names else given
+            found = dict.fromkeys(given)
+            if not found:
+                raise ValueError(
+                    f"{argument}: {type(model).__name__} has no nn.ModuleList of layers with a child named "
+                    f"{', '.join(_ATTENTION_NAMES)}; pass the modules themselves: Memory(...).apply(model, "
+                    f"{argument}=[...])"
+                )
+            for module in found:
+                if not isinstance(module, nn.Module):
+                    raise TypeError(f"{argument}: expected modules, got {type(module).__name__}")
+                if module not in inside:
+                    raise ValueError(f"{argument}: this {type(module).__name__} is not in the {type(model).__name__}")
+            return found
+
         chain = Chain()
         try:
-            for layer in found:
-                if self.tiled_mlp:
-                    tile_mlp(_child(layer, "tiled_mlp", _MLP_NAMES), self.tiled_mlp)
-                if self.head_groups > 1:
-                    group_heads(_child(layer, "head_groups", _ATTENTION_NAMES), self.head_groups)
-                if self.checkpoint != "none":
-                    checkpoint_layer(layer, self.checkpoint == "attention", self.offload, chain)
+            for module in chosen("mlps", mlps, _MLP_NAMES) if self.tiled_mlp else ():
+                tile_mlp(module, self.tiled_mlp)
+            for module in chosen("attentions", attentions, _ATTENTION_NAMES) if self.head_groups > 1 else ():
+                group_heads(module, self.head_groups)
+            for module in chosen("layers", layers) if self.checkpoint != "none" else ():
+                checkpoint_layer(module, self.checkpoint == "attention", self.offload, chain)
         except BaseException:
             restore(model)
             raise
@@ -107,15 +135,27 @@ def restore(model: Model) -> Model:
     return model
 
 
-def layers_of(model: nn.Module) -> Iterable[nn.Module]:
-    """The elements of every ``nn.ModuleList`` that have an attention layer."""
+def layers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """The elements of every ``nn.ModuleList`` that have an attention layer, or the modules in them that have one."""
     for modules in model.modules():
-        if isinstance(modules, nn.ModuleList):
-            yield from (m for m in modules if any(hasattr(m, name) for name in _ATTENTION_NAMES))
+        for element in modules if isinstance(modules, nn.ModuleList) else ():
+            yield from _with_attention(element)
 
 
-def _child(layer: nn.Module, switch: str, names: tuple[str, ...]) -> nn.Module:
+def _with_attention(module: nn.Module) -> Iterator[nn.Module]:
+    if any(isinstance(getattr(module, name, None), nn.Module) for name in _ATTENTION_NAMES):
+        yield module
+    elif not isinstance(module, nn.ModuleList):
+        for child in module.children():
+            yield from _with_attention(child)
+
+
+def _child(layer: nn.Module, argument: str, names: tuple[str, ...]) -> nn.Module:
     child = next((child for name in names if isinstance(child := getattr(layer, name, None), nn.Module)), None)
     if child is None:
-        raise ValueError(f"{switch}: {type(layer).__name__} has no child named {', '.join(names)}")
+        children = ", ".join(name for name, _ in layer.named_children()) or "no children"
+        raise ValueError(
+            f"{argument}: {type(layer).__name__} has no child named {', '.join(names)}, but {children}; pass the "
+            f"modules themselves: Memory(...).apply(model, {argument}=[...])"
+        )
     return child

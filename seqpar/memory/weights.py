@@ -33,8 +33,15 @@ Cut = Callable[[str, Tensor], Tensor]
 def replace_forward(module: nn.Module, run: Forward) -> None:
     """Make ``module.forward(...)`` call ``run(module, forward, ...)``. ``forward`` is the original one.
 
-    The module's hooks, parameters and names do not change. A copy of the module is replaced in the same way.
+    The module's hooks, parameters and names do not change. A copy of the module is replaced in the same way. If the
+    forward is replaced already, ``run`` goes around the earlier ``run``.
     """
+    if is_replaced(module):
+        inner, outer = vars(vars(module)["forward"].__func__)["_seqpar_run"], run
+        restore_forward(module)
+
+        def run(self: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+            return outer(self, partial(inner, self, forward), *args, **kwargs)
 
     @wraps(module.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

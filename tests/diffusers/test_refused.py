@@ -202,7 +202,7 @@ def test_parallelize_twice_and_restore() -> None:
     model, inputs = make(Case("sd35"), 0)
     before = set(vars(model)), call(model, inputs)
     assert "it is not parallelized" in message_of(lambda: restore(model))
-    pipeline = SimpleNamespace(components={"transformer": model, "vae": nn.Linear(2, 2), "transformer_2": None})
+    pipeline = SimpleNamespace(components={"transformer": model, "vae": nn.Linear(2, 2), "transformer_2": model})
     assert parallelize(pipeline) is pipeline
     assert "parallelized already" in message_of(lambda: parallelize(model))
     twin = copy.deepcopy(model)

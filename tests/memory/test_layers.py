@@ -74,6 +74,49 @@ def test_outputs_and_gradients(name: str, copies: bool) -> None:
         torch.testing.assert_close(b, a, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("shared", ["layers", "mlp", "self_attn", "lists"])
+def test_what_layers_share_is_changed_once(shared: str) -> None:
+    torch.manual_seed(0)
+    model, x = Model(**SIZES), torch.randn(2, 12, 16, dtype=torch.float64)
+    if shared == "layers":
+        model.layers = nn.ModuleList([model.layers[0], model.layers[1], model.layers[0]])
+    elif shared == "lists":
+        model.again = nn.ModuleList([model.layers])
+        model.backwards = nn.ModuleList(reversed(model.layers))
+    else:
+        setattr(model.layers[2], shared, getattr(model.layers[0], shared))
+    expected = gradients(model, x)
+    for memory in MEMORY.values():
+        memory.apply(model)
+        for each in (model, copy.deepcopy(model)):
+            for a, b in zip(expected, gradients(each, x), strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+        restore(model)
+        assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_modules_that_are_given() -> None:
+    """Also one module as a layer and as an MLP, and an MLP inside of another one."""
+    torch.manual_seed(0)
+    plain, x = Model(**SIZES), torch.randn(2, 12, 16, dtype=torch.float64)
+    mlps: list[Any] = [layer.mlp for layer in plain.layers]
+    expected = gradients(plain, x)
+    given: list[tuple[Memory, dict[str, Any]]] = [
+        (Memory(tiled_mlp=5), {"mlps": iter(mlps)}),
+        (Memory(tiled_mlp=5, checkpoint="full"), {"mlps": mlps, "layers": mlps}),
+        (Memory(tiled_mlp=5), {"mlps": [*mlps, *(mlp.gate for mlp in mlps)]}),
+        (Memory(head_groups=2), {"attentions": [layer.self_attn for layer in plain.layers]}),
+    ]
+    for memory, modules in given:
+        memory.apply(plain, **modules)
+        assert any("forward" in vars(m) for m in plain.modules())
+        for each in (plain, copy.deepcopy(plain)):
+            for a, b in zip(expected, gradients(each, x), strict=True):
+                torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+        restore(plain)
+        assert not any("forward" in vars(m) for m in plain.modules())
+
+
 def test_a_second_backward_of_the_graph() -> None:
     torch.manual_seed(0)
     model, x = Model(**SIZES), torch.randn(2, 12, 16, dtype=torch.float64, requires_grad=True)
@@ -186,6 +229,16 @@ def test_values_that_are_refused() -> None:
         Memory(checkpoint="atention")
     with pytest.raises(ValueError, match=r"Linear has no nn\.ModuleList"):
         Memory(tiled_mlp=4).apply(nn.Linear(2, 2))
+    wrong: dict[str, dict[str, Any]] = {
+        r"mlps: Linear has no child named mlp, .*, but no children; .*apply\(model, mlps=\[": {
+            "layers": [nn.Linear(2, 2)]
+        },
+        "mlps: this Linear is not in the Model": {"mlps": [nn.Linear(2, 2)]},
+        "mlps: expected modules, got Parameter": {"mlps": model.parameters()},
+    }
+    for message, modules in wrong.items():
+        with pytest.raises((TypeError, ValueError), match=message):
+            Memory(tiled_mlp=4).apply(model, **modules)
     with pytest.raises(ValueError, match="head_groups=3"):
         Memory(tiled_mlp=4, head_groups=3).apply(model)
     Memory(tiled_mlp=4).apply(model)  # the failed call has left nothing behind
