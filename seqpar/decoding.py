@@ -152,7 +152,7 @@ class KeyValueCache:
         """Compare the new tokens ``x`` of the ranks, if SEQPAR_CHECK asks for it in this call."""
         if compares_now(group := self.sharding.sequence_group):
             advice = "give all ranks the same new tokens, and set the same seed on them before sampling"
-            compare(x, lambda: None, group, advice)
+            compare(x, lambda: None, group, advice, self.sharding.checksum)
 
     def fill(self, layer: Hashable, k: Tensor, v: Tensor, positions: Tensor) -> None:
         """Store the keys ``k [b, cached, n, d]`` and values ``v [b, cached, n, e]`` of this rank's prompt tokens, at

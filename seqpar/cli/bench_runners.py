@@ -39,7 +39,7 @@ from ..functional import attention
 from ..masks.mask import Mask
 from ..mixers import by_heads
 from ..placement.layout import LayoutName, shard_positions
-from ..ranks.mesh import Ranks
+from ..ranks.mesh import Ranks, ranks_by_host
 from ..sharding.sharding import Sharding
 from .bench_cases import BenchCase, BenchStrategy
 from .bench_mixer import linear_attention
@@ -279,7 +279,8 @@ def mixer_runner(setting: BenchSetting) -> Runner:
 def strategy_runner(setting: BenchSetting, strategy: BenchStrategy) -> Runner:
     mask, seq_len, layout = setting.mask, setting.case.seq_len, strategy.layout
     if layout == "balanced":
-        sharding = Sharding.balanced(mask, seq_len, group=setting.group)
+        per_host = max(map(len, ranks_by_host(setting.group)))
+        sharding = Sharding.balanced(mask, seq_len, group=setting.group, ranks_per_host=per_host)
     else:
         sharding = Sharding(seq_len, layout, group=setting.group)
     if setting.case.mixer:

@@ -24,7 +24,7 @@ from ..masks.mask import LayerMask, Mask, layer_mask, mask_of_rows
 from ..masks.rules import document_boundaries
 from ..placement.balanced import balanced_layout
 from ..placement.layout import LAYOUT_WORDS, Assigned, LayoutWord, TokenLayout, check_layout, shard_length
-from ..ranks.mesh import known_per_host, rank_in, sequence_group, size_of, ulysses_size
+from ..ranks.mesh import rank_in, sequence_group, size_of, ulysses_size
 from ..sharding.sharding import Sharding, check_sharding
 
 IGNORE_INDEX = -100
@@ -48,14 +48,13 @@ class Cut:
     Attributes:
         ranks: the number of ranks that a sequence is sharded over.
         layout: which tokens each rank holds.
-        together, per_host: as ``balanced_layout`` takes them.
+        together: as ``balanced_layout`` takes it.
         layers: the masks of the model's layers and their numbers; without a model, one causal layer.
     """
 
     ranks: int
     layout: BatchLayout
     together: int = 1
-    per_host: int = 0
     layers: tuple[tuple[LayerMask, int], ...] = field(default=(((True, None, None), 1),), compare=False)
 
     def __post_init__(self) -> None:
@@ -64,8 +63,7 @@ class Cut:
     @staticmethod
     def over(mesh: DeviceMesh | None, group: ProcessGroup | None, layout: BatchLayout) -> Cut:
         """Over the ranks of a mesh or group, as ``parallelize`` takes them."""
-        sequence = sequence_group(mesh, group)
-        return Cut(size_of(sequence), layout, ulysses_size(mesh), known_per_host(sequence))
+        return Cut(size_of(sequence_group(mesh, group)), layout, ulysses_size(mesh))
 
     def tokens(self, seq_len: int, mask: Mask) -> TokenLayout:
         """Which tokens of a batch each rank holds. ``mask`` has the documents and the padding.
@@ -79,7 +77,7 @@ class Cut:
                 masks = Counter[Mask]()
                 for layer, count in self.layers:
                     masks[layer_mask(mask, *layer)] += count
-                made = balanced_layout(masks, seq_len, self.ranks, self.together, self.per_host)
+                made = balanced_layout(masks, seq_len, self.ranks, self.together)
                 mask.plans[seq_len, self] = made
             layout = made
         if not all(shard_length(seq_len, self.ranks, rank, layout) for rank in range(self.ranks)):

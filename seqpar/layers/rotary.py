@@ -32,8 +32,9 @@ from ..base.cache import context_of, upload
 from ..base.checks import check_choice, check_int, check_number
 from ..base.compile_types import Opaque, register_reference_type, unwrap
 from ..base.library import operator
-from ..comm.handshake import all_gather_header
+from ..comm.handshake import Fingerprint, all_gather_header
 from ..kernels.elementwise import elementwise_kernels
+from ..sharding.same_rows import check_layouts
 from ..sharding.sharding import Sharding
 
 # inv_freq, float64 [d / 2], and attention_scaling, a factor on cos and sin.
@@ -165,9 +166,10 @@ def _own_length(positions: Tensor) -> int:
 
 
 class _LengthHeader(NamedTuple):
-    """The largest position of a rank's tokens plus one."""
+    """The largest position of a rank's tokens plus one, and how the sequence is sharded."""
 
     length: int
+    layout: Fingerprint
 
 
 @operator(fake=lambda x, positions, sharding: torch.empty((), dtype=torch.int64, device="cpu"))
@@ -182,9 +184,10 @@ def rotary_length(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Te
 
     def header() -> _LengthHeader:
         sharding.check_local(x.shape[1])
-        return _LengthHeader(_own_length(positions))
+        return _LengthHeader(_own_length(positions), sharding.checksum)
 
     headers = all_gather_header(header, sharding.sequence_group)
+    check_layouts(headers)
     return torch.tensor(max(header.length for header in headers), device="cpu")
 
 

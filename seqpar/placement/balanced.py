@@ -95,8 +95,7 @@ def balanced_layout(
         return "zigzag"
     tile = TILE
     while tile > 1 and (
-        seq_len < _ENOUGH_TILES * tile * groups
-        or (seq_len % (tile * groups) and seq_len * PERMILLE < 1000 * tile * groups)  # groups may differ by one tile
+        seq_len < _ENOUGH_TILES * tile * groups or _difference(seq_len, tile, groups, together) * ranks * 50 > seq_len
     ):
         tile //= 2
     best: tuple[int, list[list[Piece]], list[list[range]]] | None = None
@@ -139,6 +138,12 @@ def pairs_of_ranks(mask: Mask, seq_len: int, shards: Sequence[Sequence[range]]) 
         return pairs.of(shards)
     positions = [np.concatenate([np.arange(0), *map(np.asarray, ranges)]) for ranges in shards]
     return [int((pairs.below(x + 1) - pairs.below(x)).sum()) for x in positions]
+
+
+def _difference(seq_len: int, tile: int, groups: int, together: int) -> int:
+    """By how many tokens two ranks differ at most: one group has a tile more, and one has the last tile, a part."""
+    of_groups = (tile if -(-seq_len // tile) % groups else 0) + -seq_len % tile
+    return -(-(of_groups + 2 * (together - 1)) // together)  # both groups may be cut into unequal parts
 
 
 class _Pairs:

@@ -30,7 +30,11 @@ def code(
     ranks, per_host, parts = dp * ring * ulysses * tensor, hardware.gpus_per_host, choice.accumulation
     layout, backend = choice.layout, _BACKENDS.get(kernel, kernel)
     memory = "" if model.mixer else _memory(choice.switches)
-    made_for = f'({seq_len}, "{layout}"' if layout != "balanced" else f".balanced(mask, {seq_len}"
+    made_for = f'({seq_len}, "{layout}", mesh=mesh'
+    if layout == "balanced":
+        made_for = f".balanced(mask, {seq_len}, mesh=mesh"
+        made_for += f", ranks_per_host={per_host}" if tensor > 1 and ring * ulysses * tensor > per_host else ""
+        made_for += f", ulysses={ulysses * tensor}" if ulysses * tensor > 1 else ""
     masked = "mask=mask, " if tensor > 1 and mask != Mask.causal() else ""
     needs_mask = "# mask: the seqpar.Mask of a batch\n" if masked or layout == "balanced" else ""
     sizes = ", ".join(f"{name}={size}" for name, size in choice.degrees.items() if size > 1) or "dp=1"
@@ -50,7 +54,7 @@ hosts = torch.distributed.init_device_mesh(mesh.device_type, shape, mesh_dim_nam
         comm = f', "comm": "{choice.comm}"' if choice.comm else ""
         shape = f"{model.heads}, {model.kv_heads}, {model.head_dim}"
         made = f"""\
-sharding = seqpar.Sharding{made_for}, mesh=mesh, strategy="tp_sp")
+sharding = seqpar.Sharding{made_for}, strategy="tp_sp")
 hidden, vocab = {model.hidden}, {model.vocab}
 
 
@@ -98,7 +102,7 @@ def loss_of(batch):  # the same on the ranks of a sequence
         options = f'strategy="{choice.context}", layout="{layout}"{comm}, backend="{backend}"'
         options += f", memory={memory}" if memory else ""
         made = f"""\
-sharding = seqpar.Sharding{made_for}, mesh=mesh)  # for tensors of your own
+sharding = seqpar.Sharding{made_for})  # for tensors of your own
 # model: of transformers; batches: of dicts with input_ids and labels, the same on the ranks of a sequence
 seqpar.hf.parallelize(model, mesh=mesh, {options})
 """

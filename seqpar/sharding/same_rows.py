@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +21,7 @@ class OtherRowsError(ValueError):
 
 class _FullHeader(NamedTuple):
     content: Fingerprint
+    layout: Fingerprint
 
 
 # The number of calls of ``Sharding.shard`` with each group, while SEQPAR_CHECK is set.
@@ -55,17 +56,38 @@ _SAME_ROWS = (
 )
 
 
-def compare(x: Tensor, check: Callable[[], Any], group: ProcessGroup | None, advice: str = _SAME_ROWS) -> None:
-    """Raise a ValueError on every rank if the ranks' ``x`` differ. ``check()`` raises if ``x`` does not fit."""
+def compare(
+    x: Tensor,
+    check: Callable[[], Any],
+    group: ProcessGroup | None,
+    advice: str = _SAME_ROWS,
+    layout: int = 0,
+) -> None:
+    """Raise a ValueError on every rank if the ranks' ``x`` differ, or the layouts by which they will cut it.
+
+    ``check()`` raises if ``x`` does not fit.
+    """
 
     def header() -> _FullHeader:
         check()
         data: Any = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        return _FullHeader(Fingerprint(zlib.crc32(data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))))
+        content = zlib.crc32(data, zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode()))
+        return _FullHeader(Fingerprint(content), Fingerprint(layout))
 
-    contents = [header.content for header in all_gather_header(header, group)]
+    headers = all_gather_header(header, group)
+    check_layouts(headers)
+    contents = [header.content for header in headers]
     if other := [rank for rank, content in enumerate(contents) if content != contents[0]]:
         raise OtherRowsError(
             f"x: rank(s) {other} of the {len(contents)} ranks that share the sequence hold another tensor than rank 0; "
             + advice
+        )
+
+
+def check_layouts(headers: Sequence[Any]) -> None:
+    """Raise a ValueError on every rank if the ranks' headers differ in the field ``layout``."""
+    if other := [rank for rank, header in enumerate(headers) if header.layout != headers[0].layout]:
+        raise ValueError(
+            f"sharding: rank(s) {other} of the {len(headers)} ranks that share the sequence have another layout or "
+            "length than rank 0; make it with equal arguments on every rank"
         )

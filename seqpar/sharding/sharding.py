@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, overload
 
@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.checks import check_bool, check_choice, check_dense, check_int, no_compile
 from ..base.compile_types import Opaque, register_reference_type
+from ..comm.handshake import Fingerprint, fingerprint
 from ..masks.mask import Mask
 from ..placement.balanced import balanced_layout
 from ..placement.layout import (
@@ -156,7 +157,15 @@ class Sharding(Opaque):
 
     @overload
     @staticmethod
-    def balanced(mask: Mask | Mapping[Mask, int], seq_len: int, *, ranks: int, rank: int) -> WorkerSharding: ...
+    def balanced(
+        mask: Mask | Mapping[Mask, int],
+        seq_len: int,
+        *,
+        ranks: int,
+        rank: int,
+        ranks_per_host: int | None = None,
+        ulysses: int = 1,
+    ) -> WorkerSharding: ...
 
     @overload
     @staticmethod
@@ -167,6 +176,8 @@ class Sharding(Opaque):
         mesh: DeviceMesh | None = None,
         group: ProcessGroup | None = None,
         strategy: StrategyName | Literal["tp_sp"] | None = None,
+        ranks_per_host: int | None = None,
+        ulysses: int = 1,
     ) -> Sharding: ...
 
     @staticmethod
@@ -179,37 +190,46 @@ class Sharding(Opaque):
         strategy: StrategyName | Literal["tp_sp"] | None = None,
         ranks: int | None = None,
         rank: int | None = None,
+        ranks_per_host: int | None = None,
+        ulysses: int = 1,
     ) -> Sharding | WorkerSharding:
         """A sharding in which every rank has the same number of tokens and of visible pairs of a query and a key.
 
-        It is made for packed documents, whose work zigzag does not divide evenly. Every rank makes it alone, from the
-        mask, and all ranks make the same one. Under a mask that zigzag or contiguous shards balance, such as plain
-        causality, the layout is one of these. ``placement/balanced.py`` explains how it is found: with 64 ranks and
-        2,000 documents in 10 to 25 milliseconds. With several masks, the ranks have equally many pairs of the mask with
-        the most, and nearly of the others. In rows of a few tiles for each rank, the sum over the layers of the busiest
-        rank's pairs decides.
+        It is made for packed documents, whose work zigzag does not divide evenly. Every rank makes it alone, and equal
+        arguments give equal layouts in every process, such as the model's and a worker of a DataLoader. The layout
+        depends on ``mask``, ``seq_len``, the number of ranks, ``ranks_per_host`` and ``ulysses``, and on nothing else.
+
+        Under a mask that zigzag or contiguous shards balance, such as plain causality, the layout is one of these.
+        ``placement/balanced.py`` explains how it is found: with 64 ranks and 2,000 documents in 10 to 25 milliseconds.
+        With several masks, the ranks have equally many pairs of the mask with the most, and nearly of the others. In
+        rows of a few tiles for each rank, the sum over the layers of the busiest rank's pairs decides.
 
         Args:
             mask: which keys each query sees. If layers have different masks: each mask with its number of layers, as
                 ``{documents: 8, documents & Mask.sliding_window(4095): 24}``.
             seq_len: tokens of the full sequence.
-            mesh: the sequence is sharded over its ring and ulysses dimensions. Ranks with documents in common share
-                hosts.
+            mesh: the sequence is sharded over its ring and ulysses dimensions.
             group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
             strategy: as given to ``Sharding``.
             ranks: in a process without process groups, such as a worker of a DataLoader: the number of ranks, instead
                 of a mesh or group.
             rank: the rank whose tokens the worker cuts, with ``ranks``.
+            ranks_per_host: how many consecutive ranks share a host, so that ranks with documents in common do. By
+                default, all ranks do.
+            ulysses: how many consecutive ranks attend with the same tokens, because an all-to-all joins them: the size
+                of the mesh's ulysses dimension, or with "tp_sp" of ulysses x tp. These ranks get equally many pairs
+                together, and fewer keys are sent. With another number the result of attention is the same.
 
         Returns:
             A Sharding, or with ``ranks`` a ``WorkerSharding``. Its ``layout`` can be sent to another process and given
             to ``Sharding(seq_len, layout)`` there. The lengths of two ranks differ by at most 2 % of their mean, or by
-            one token in sequences with fewer than 512 tokens for each rank, whose layout is zigzag.
+            one token. In sequences with fewer than 512 tokens for each rank the layout is zigzag or contiguous.
 
         Raises:
             TypeError: an argument has another type.
             ValueError: a mask does not fit ``seq_len``, there is none or one of no layers, ``ranks`` beside a mesh or
-                group or without ``rank``, or an argument that ``Sharding`` does not take.
+                group or without ``rank``, ``ulysses`` does not divide the number of ranks, or an argument that
+                ``Sharding`` does not take.
 
         Examples:
             >>> Sharding.balanced(Mask.documents([0, 3000, 4096]), 4096, ranks=4, rank=0).layout
@@ -217,20 +237,26 @@ class Sharding(Opaque):
         """
         check_int("seq_len", seq_len, 0)
         check_masks(mask)
-        if ranks is not None or rank is not None:
+        if ranks_per_host is not None:
+            check_int("ranks_per_host", ranks_per_host, 1)
+        check_int("ulysses", ulysses, 1)
+        of_worker = ranks is not None or rank is not None
+        if of_worker:
             if mesh is not None or group is not None or strategy is not None or ranks is None or rank is None:
                 raise ValueError(f"ranks={ranks}, rank={rank}: give both, and neither mesh, group nor strategy")
             check_int("ranks", ranks, 1)
             check_int("rank", rank, 0)
             if rank >= ranks:
                 raise ValueError(f"rank={rank}: expected one of {ranks} ranks, from 0 to {ranks - 1}")
-            return WorkerSharding(seq_len, balanced_layout(mask, seq_len, ranks), ranks, rank, mask)
-        sequence = resolve_sequence_group(mesh, group, strategy)
-        together = 1  # ranks that attend with the same tokens
-        if mesh is not None and mesh.mesh_dim_names and mesh.ndim > 1:
-            joined = ("ulysses", "tp") if strategy == "tp_sp" else ("ulysses",)
-            together = math.prod(mesh[name].size() for name in joined if name in mesh.mesh_dim_names)
-        layout = balanced_layout(mask, seq_len, size_of(sequence), together, known_per_host(sequence))
+        else:
+            ranks = size_of(resolve_sequence_group(mesh, group, strategy))
+        assert ranks is not None
+        if ranks % ulysses:
+            raise ValueError(f"ulysses={ulysses}: expected a divisor of the {ranks} ranks that share the sequence")
+        layout = balanced_layout(mask, seq_len, ranks, ulysses, ranks_per_host or 0)
+        if of_worker:
+            assert rank is not None
+            return WorkerSharding(seq_len, layout, ranks, rank, mask)
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
         object.__setattr__(sharding, "balanced_for", mask)
         return sharding
@@ -280,6 +306,11 @@ class Sharding(Opaque):
     def ranks_key(self) -> tuple[int, ...]:
         """A key that is equal for shardings over the same ranks, whatever their lengths and layouts."""
         return size_of(self.sequence_group), id(self._key[3])
+
+    @cached_property
+    def checksum(self) -> Fingerprint:
+        """Of the length and the layout: ranks compare it."""
+        return fingerprint(self.seq_len, self.layout)
 
     @cached_property
     def seq_local(self) -> int:
@@ -334,8 +365,9 @@ class Sharding(Opaque):
         Args:
             x: tensor of any dtype and shape, with ``seq_len`` entries along ``dim``.
             dim: the dimension of the sequence.
-            check: whether the ranks compare their ``x``, bit by bit: a checksum and a handshake. It must be the same on
-                all ranks. With the environment variable ``SEQPAR_CHECK=N`` they also compare it in every N-th call.
+            check: whether the ranks compare their ``x``, bit by bit, and their layouts: checksums and a handshake. It
+                must be the same on all ranks. With the environment variable ``SEQPAR_CHECK=N`` they also compare in
+                every N-th call.
 
         Returns:
             ``x`` with ``seq_local`` entries along ``dim``, contiguous.
@@ -343,12 +375,13 @@ class Sharding(Opaque):
         Raises:
             TypeError: an argument has another type.
             ValueError: ``x`` does not have the dimension, or not ``seq_len`` entries along it; or the ranks compared
-                their ``x``, and it differs.
+                their ``x`` and their layouts, and they differ.
             RuntimeError: the ranks compared their ``x``, and another rank raised an error on its own.
         """
         check_bool("check", check)
         if compares_now(self.sequence_group) or check:
-            compare(x, lambda: _check_full(x, dim, self.seq_len), self.sequence_group)
+            check_x = partial(_check_full, x, dim, self.seq_len)
+            compare(x, check_x, self.sequence_group, layout=self.checksum)
         dim = _check_full(x, dim, self.seq_len)
         if self.sequence_group is None:
             return x

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..base.compile_types import unwrap
 from ..base.library import operator
-from ..comm.handshake import all_gather_header
+from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.trace import count_choice
 from ..kernels.base import Score, accumulator
 from ..masks.mask import Mask, check_rows, layer_mask
@@ -32,6 +32,7 @@ from ..placement.heads import Heads
 from ..placement.layout import check_length
 from ..placement.placement import ParallelContext, Placement
 from ..schedule.plan import attention_plan
+from ..sharding.same_rows import check_layouts
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
 from .algorithm import Shapes
@@ -43,6 +44,7 @@ from .seed import check_seed_is_kept
 
 class _SeedHeader(NamedTuple):
     seed: int
+    layout: Fingerprint
 
 
 def make_call(
@@ -107,9 +109,15 @@ def new_call(
         mask.check_length(tokens.seq_len)
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
-        return _SeedHeader(0 if seed is None else int(seed.item()))  # on the host: a GPU is not waited for
+        seed_now = 0 if seed is None else int(seed.item())  # on the host: a GPU is not waited for
+        return _SeedHeader(seed_now, sharding.checksum)
 
-    agreed = header() if not spec.draws_seed else all_gather_header(header, sharding.sequence_group)[0]
+    if spec.draws_seed:
+        headers = all_gather_header(header, sharding.sequence_group)
+        check_layouts(headers)
+        agreed = headers[0]
+    else:
+        agreed = header()
     heads = spec.heads(q.shape, k.shape)
     call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec, q.device)
     if placement.gather is None and placement.tokens.ring > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,15 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Assigned, Mask, Sharding
 from seqpar.placement.balanced import _Pairs, balanced_layout
-from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout, shard_length, shard_ranges
+from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout, shard_length, shard_positions, shard_ranges
 from seqpar.planner.mixes import document_mix
+from seqpar.ranks import mesh as mesh_module
+from seqpar.ranks.mesh import sequence_group
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.sharding.report import report
 from seqpar.sharding.sharding import WorkerSharding
 
+from ..hosts import hosts_of
 from ..observe import message_of
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_close, dense_attention
@@ -48,11 +52,19 @@ def shares(mask: Mask, seq_len: int, ranks: int, layout: Layout) -> tuple[Tensor
 @pytest.mark.parametrize("ranks", [2, 4, 7, 16])
 def test_tokens_and_pairs_are_balanced(ranks: int) -> None:
     for seed in range(50):
-        seq_len = random.Random(seed).choice([600 * ranks, 1024 * ranks, 2048 * ranks + 17])
+        chance = random.Random(seed)
+        seq_len = chance.choice([600 * ranks, 1024 * ranks, 2048 * ranks + 17, chance.randint(512, 4000) * ranks - 1])
         mask = Mask.documents(documents(seed, seq_len))
         layout = balanced_layout(mask, seq_len, ranks)
         tokens, pairs = shares(mask, seq_len, ranks, layout)  # Assigned checks that each token has one rank
-        assert tokens.max() <= 1.02 and pairs.max() <= 1.02, (seed, seq_len, layout)
+        assert tokens.max() - tokens.min() <= 0.02 and pairs.max() <= 1.02, (seed, seq_len, layout)
+        if seed % 4:
+            continue
+        together, seq_len = chance.choice([x for x in (1, 2, 4) if ranks % x == 0]), 512 * ranks + chance.randrange(99)
+        mask = Mask.documents(documents(seed, seq_len))
+        layout = balanced_layout({mask: 1, mask & Mask.sliding_window(90): 2}, seq_len, ranks, together, 2)
+        tokens, _ = shares(mask, seq_len, ranks, layout)
+        assert tokens.max() - tokens.min() <= 0.02, (seed, seq_len, together, layout)
 
 
 @pytest.mark.parametrize("ranks", [4, 16])
@@ -177,6 +189,41 @@ def test_ranks_that_share_tokens() -> None:
     assert pairs.view(4, 2).mean(1).max() <= 1.02 and tokens.max() <= 1.02
 
 
+@on_ranks
+def layouts(group: ProcessGroup, edges: list[int]) -> list[tuple[str, list[int]]]:
+    """The layouts of equal arguments, and this rank's positions: of the ranks alone, of a group and of a mesh, while
+    the hosts are unknown and known, and after attention."""
+    mask, mesh, found = Mask.documents(edges), mesh_of(2, 2, 2, 1), []
+    sequence = sequence_group(mesh)
+    assert sequence is not None
+    rank = sequence.rank()
+
+    def make(arguments: dict[str, int]) -> None:
+        made = Sharding.balanced(mask, edges[-1], ranks=4, rank=rank, **arguments)
+        same: list[dict[str, Any]] = [{"group": sequence}, {"mesh": mesh}, {"mesh": mesh, "strategy": "tp_sp"}]
+        all_of_them = [made, *(Sharding.balanced(mask, edges[-1], **where, **arguments) for where in same)]
+        assert len({x.layout for x in all_of_them}) == 1
+        found.append((repr(made.layout), shard_positions(edges[-1], 4, rank, made.layout).tolist()))
+
+    for arguments in ({}, {"ulysses": 2}, {"ranks_per_host": 2}, {"ulysses": 2, "ranks_per_host": 2}):
+        with mock.patch.dict(mesh_module._hosts, clear=True):  # as before the first attention
+            make(arguments)
+        with hosts_of(2):
+            sharding = Sharding.balanced(mask, edges[-1], mesh=mesh)
+            q = sharding.shard(torch.ones(1, edges[-1], 2, 4))
+            seqpar.attention(q, q, q, strategy="hybrid", sharding=sharding, mask=mask)
+            make(arguments)
+    return found
+
+
+def test_equal_arguments_are_equal_layouts(pool: Pool) -> None:
+    made = list(zip(*pool.run(8, layouts, documents(7, 4096))[:4], strict=True))
+    for before, after in zip(made[::2], made[1::2], strict=True):
+        assert before == after and len({layout for layout, _ in before}) == 1
+        assert sorted(x for _, positions in before for x in positions) == list(range(4096))
+    assert len({by_rank[0][0] for by_rank in made[::2]}) > 1  # the arguments count
+
+
 EDGES = [0, 500, 520, 700, 900, 1100]
 
 
@@ -237,6 +284,11 @@ def test_errors() -> None:
     assert "has 8 tokens" in message_of(lambda: make(mask, 8))
     assert "ranks=4, rank=None: give both" in message_of(lambda: make(mask, 1100, ranks=4))
     assert "rank=4: expected one of 4 ranks" in message_of(lambda: make(mask, 1100, ranks=4, rank=4))
+    assert "ulysses=3: expected a divisor of the 4 ranks" in message_of(
+        lambda: make(mask, 1100, ranks=4, rank=0, ulysses=3)
+    )
+    assert "ulysses=2: expected a divisor of the 1 ranks" in message_of(lambda: make(mask, 1100, ulysses=2))
+    assert "ranks_per_host=0: expected at least 1" in message_of(lambda: make(mask, 1100, ranks_per_host=0))
 
 
 @pytest.mark.parametrize("together", [1, 2])

@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar import Mask, Sharding
+from seqpar.layers.rotary import rotary_length
 from seqpar.schedule import plan
 from seqpar.sharding import same_rows
 from seqpar.sharding.spec import REPLICATED, AttentionSpec
@@ -343,6 +344,12 @@ def rows_that_differ(group: ProcessGroup) -> dict[str, list[str]]:
     found = {"check": [message_of(lambda: sharding.shard(each, check=True)) for each in given]}  # noqa: B023
     found["function"] = [message_of(lambda: seqpar.shard(x + odd, sharding=sharding, check=True))]
     found["unchecked"] = [message_of(lambda: sharding.shard(x + odd))]
+    other, q = Sharding(8, ("zigzag", "striped")[odd], group=group), torch.ones(1, 4, 2, 4)
+    found["layout"] = [
+        message_of(lambda: other.shard(x, check=True)),
+        message_of(lambda: seqpar.ring_attention(q, q, q, sharding=other, dropout_p=0.1)),
+        message_of(lambda: rotary_length(q, torch.arange(4), other)),
+    ]
     for every in ("0", "1", "2", "many"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SEQPAR_CHECK", every)
@@ -359,6 +366,8 @@ def test_ranks_that_hold_other_rows_are_noticed(pool: Pool) -> None:
         assert all(re.match(other, message) for message in (*found["check"][3:5], *found["function"], *found["1"]))
         assert length.startswith("ValueError: x: shape (2, 7)" if rank else "RuntimeError: rank(s) [1]")
         assert kind.startswith("TypeError: x: expected a tensor" if rank else "RuntimeError: rank(s) [1]")
+        words = "sharding: rank(s) [1] of the 2 ranks", "mask or options: the ranks", "sharding: rank(s) [1]"
+        assert all(x in message for x, message in zip(words, found["layout"], strict=True)), found["layout"]
         assert found["unchecked"] == ["nothing"] and found["0"] == ["nothing"] * 3
         assert [message == "nothing" for message in found["2"]] == [False, True, False]
         assert found["many"] == ["ValueError: SEQPAR_CHECK=many: expected a number of calls; 0 compares nothing"] * 3
