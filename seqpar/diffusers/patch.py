@@ -6,12 +6,10 @@ Shapes: b batch, s tokens, h heads, d head_dim.
 from __future__ import annotations
 
 import inspect
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import lru_cache, partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,7 +27,17 @@ from ..scaled_dot_product import SdpaMode, original_sdpa, sdpa
 from ..sharding.same_rows import compare, compares_now
 from ..sharding.sharding import Sharding
 from ..sharding.spec import attention_spec
-from .plans import Across, Cut, Plan, plan_of
+from .foreign import (
+    Wrapped,
+    check_hooks,
+    checkpoint_functions,
+    matching,
+    models_in,
+    modules_of,
+    replaced_by,
+    skips_scores,
+)
+from .plans import Across, Cut, Plan, has_plan, plan_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +79,7 @@ def parallelize(
     Dropout, also LoRA's, is drawn by each rank for its tokens.
 
     Args:
-        model: a transformer, or a pipeline, whose transformers are then parallelized.
+        model: a transformer, or what holds some: a wrapper (peft, DDP, FSDP, ``torch.compile``) or a pipeline.
         mesh: the sequence is sharded over its ring and ulysses dimensions.
         group: the ranks the sequence is sharded over, instead of a mesh. With neither, the default group.
         strategy: as in ``seqpar.attention``.
@@ -87,25 +95,27 @@ def parallelize(
         TypeError: ``model`` is neither a module nor a pipeline, or an option has the wrong type.
         ValueError: the model has no plan, or is parallelized already, or the plan names a module or an argument that
             it does not have. Later, in a call: inputs that do not fit the plan, fewer image tokens than ranks, padding
-            before real tokens, or a cache of diffusers, which would decide on each rank from its own tokens.
+            before real tokens, or a hook of diffusers, such as a cache, that would decide on each rank from its own
+            tokens.
         RuntimeError: in a call, if an attention module computes attention in another way than by one call of
             ``F.scaled_dot_product_attention``.
     """
     no_tokens = Sharding.segments([0], mesh=mesh, group=group)
     no_tokens.place(attention_spec(strategy, options, backend=backend, deterministic=deterministic))  # raises
     arguments = {"strategy": strategy, "backend": backend, "deterministic": deterministic, **options}
-    models = _transformers(model)
+    models = _transformers(model, plan)
     if plan is not None and len(models) > 1:
-        raise ValueError(f"plan: the pipeline has {len(models)} transformers; parallelize each with a plan of its own")
-    for name, each in models.items():
-        if any(_OWN in vars(m) for m in each.modules()):
-            raise ValueError(f"{name}: it is parallelized already; call seqpar.diffusers.restore first")
+        raise ValueError(f"plan: the model has {len(models)} transformers; parallelize each with a plan of its own")
+    for name, each in models:
+        if isinstance(patch := next((vars(m)[_OWN] for m in each.modules() if _OWN in vars(m)), None), Patch):
+            todo = "call seqpar.diffusers.restore first" if patch.model is each else "restore the model, then copy it"
+            raise ValueError(f"{name}: it is parallelized already{', as a copy' * (patch.model is not each)}; {todo}")
         for pattern in (*plan.cuts, *plan.attention) if plan is not None else ():
-            if not _matching(each, pattern):
+            if not matching(each, pattern):
                 children = ", ".join(child for child, _ in each.named_children())
                 raise ValueError(f"plan: {pattern!r} names no module of {type(each).__name__}, which has {children}")
-    plans = [plan or plan_of(each) for each in models.values()]
-    for each, its_plan in zip(models.values(), plans, strict=True):
+    plans = [plan or plan_of(each) for _, each in models]
+    for (_, each), its_plan in zip(models, plans, strict=True):
         Patch(each, its_plan, mesh, group, arguments)
     return model
 
@@ -116,7 +126,7 @@ def restore(model: Model) -> Model:
     Raises:
         ValueError: the model is not parallelized, or something has replaced a ``forward`` since.
     """
-    for name, each in _transformers(model).items():
+    for name, each in _transformers(model):
         patch = vars(each).get(_OWN)
         if patch is None or patch.model is not each:
             raise ValueError(f"{name}: it is not parallelized, or it is a copy of a model that is; restore that one")
@@ -124,9 +134,10 @@ def restore(model: Model) -> Model:
     return model
 
 
-def _transformers(model: Any) -> dict[str, nn.Module]:
+def _transformers(model: Any, plan: Plan | None = None) -> list[tuple[str, nn.Module]]:
+    """The transformers that ``model`` is or holds, each with what errors call it."""
     if isinstance(model, nn.Module):
-        return {"model": model}
+        return [("model", each) for each in _inside(model, plan)]
     components = getattr(model, "components", None)
     if not isinstance(components, Mapping):
         raise TypeError(f"model={type(model).__name__}: expected a diffusers transformer or pipeline")
@@ -134,9 +145,20 @@ def _transformers(model: Any) -> dict[str, nn.Module]:
     found = {name: components[name] for name in ("transformer", "transformer_2") if components.get(name) is not None}
     if not found:
         raise ValueError(f"model: {type(model).__name__} has no transformer, only {', '.join(components)}")
-    if found.get("transformer_2") is found.get("transformer"):
-        del found["transformer_2"]
-    return found
+    inside = {each: name for name, component in found.items() for each in _inside(component, plan)}  # each once
+    return [(name, each) for each, name in inside.items()]
+
+
+def _inside(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
+    """The parallelized models in ``model``, or the models to parallelize: the outermost ones that have a plan."""
+    if found := [module for module in model.modules() if _OWN in vars(module)]:
+        return found
+    if plan is not None:
+        names = (*plan.attention, *plan.cuts, plan.output)
+        fitting = (m for m in model.modules() if all(name == "" or matching(m, name) for name in names))
+        return [next(fitting, model)]
+    models = [*dict.fromkeys(models_in(model))]
+    return [x for x in models if has_plan(x)] or models or [model]
 
 
 class Patch:
@@ -164,7 +186,6 @@ class Patch:
         self.shardings = lru_cache(maxsize=32)(partial(Sharding.segments, mesh=mesh, group=group))
         self.ranks = self.shardings((0,)).ranks
         self.modes = _Modes()
-        self._forwards: list[tuple[nn.Module, MethodType]] = []
         with ExitStack() as self._undo:
             self._patch()
             self._undo = self._undo.pop_all()  # no error: keep it
@@ -172,19 +193,23 @@ class Patch:
     def _patch(self) -> None:
         model, plan = self.model, self.plan
         for pattern, cuts in plan.cuts.items():
-            for name, module in _matching(model, pattern).items():
-                padding = plan.padding[1:] if plan.padding is not None and plan.padding[0] == pattern else ()
-                signature = _signature(name, module, (*cuts, *padding))
+            padding = plan.padding[1:] if plan.padding is not None and plan.padding[0] == pattern else ()
+            signatures = {m: _signature(n, m, (*cuts, *padding)) for n, m in matching(model, pattern).items()}
+            if pattern.endswith(".0"):  # a model may leave out its first block
+                for module in matching(model, pattern.removesuffix("0") + "*").values():
+                    if (signature := inspect.signature(module.forward)).parameters.keys() >= {*cuts, *padding}:
+                        signatures[module] = signature
+            for module, signature in signatures.items():
                 if module is model:
                     self._root_signature = signature
                 else:
                     hook = module.register_forward_pre_hook(partial(self._before, pattern, signature), with_kwargs=True)
                     self._undo.callback(hook.remove)
         for pattern, streams in plan.attention.items():
-            for name, module in _matching(model, pattern).items():
+            for name, module in matching(model, pattern).items():
                 self._wrap(module, partial(self._attention, name, streams, inspect.signature(module.forward)))
         for pattern, stream in self.outputs.items():
-            outputs = _matching(model, pattern)
+            outputs = matching(model, pattern)
             if not outputs:
                 raise ValueError(f"plan: output={pattern!r} names no module of {type(model).__name__}")
             for output in outputs.values():
@@ -195,41 +220,49 @@ class Patch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # a copy of the model works with the same ranks
 
+    def now(self, what: str) -> _Attention:
+        """The innermost call of the model that is running, for the module ``what``."""
+        if self.modes.running:
+            return self.modes.running[-1]
+        if torch._C._current_graph_task_id() != -1:  # a backward is running
+            cause = (
+                "it was called in backward, outside of a call of the parallelized model, as by torch.utils.checkpoint; "
+                "use the model's enable_gradient_checkpointing() or PyTorch's checkpoint_wrapper"
+            )
+        elif replaced := self.replaced(self.model):
+            cause = f"{replaced}; undo that, or restore the model and parallelize it afterwards"
+        else:
+            cause = "it was called outside of a call of the parallelized model; call the model, or restore it first"
+        raise RuntimeError(f"{what}: {cause}")
+
     def undo(self) -> None:
-        for module, forward in self._forwards:
-            if vars(module).get("forward") is not forward:
-                raise ValueError(
-                    f"{type(module).__name__}: its forward was replaced after parallelize; undo that first"
-                )
+        if found := self.replaced(self.model):
+            raise ValueError(f"{found}; undo that first")
         self._undo.close()
         delattr(self.model, _OWN)
 
+    def replaced(self, model: nn.Module) -> str | None:
+        """What has replaced a forward of ``model``, or of one of its attention modules, after ``parallelize``."""
+        modules = modules_of(model)
+        for name in ("", *(name for pattern in self.plan.attention for name in matching(model, pattern))):
+            if by := replaced_by(modules[name]):
+                what = f"{name}: the forward" if name else "model: its forward"
+                return f"{what} that seqpar.diffusers.parallelize has set was replaced by {by}"
+        return None
+
     def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let ``forward(original, *args, **kwargs)`` be the module's forward."""
-        before = vars(module).get("forward")
-
-        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return forward(partial(type(self).forward, self) if before is None else before, *args, **kwargs)
-
-        bound = MethodType(wrapped, module)  # a copy of the module calls the forward of the copy
-        self._forwards.append((module, bound))
-        self._undo.callback(partial(_set_forward, module, before))
-        _set_forward(module, bound)
+        self._undo.callback(Wrapped(module, forward).undo)
 
     @no_compile
-    def _forward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's forward."""
-        model: Any = self.model
-        if getattr(model, "is_cache_enabled", False):
-            raise ValueError(
-                "model: a cache of diffusers is enabled; call disable_cache(), it compares a rank's tokens"
-            )
+    def _forward(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model or of a copy of it."""
         if getattr(model, "_parallel_config", None) is not None:
             raise ValueError(
                 "model: enable_parallelism was called; a model has either diffusers' parallelism or seqpar's"
             )
+        check_hooks(model)
         args, kwargs = self._inputs(args, kwargs)
-        call = _Call(self)
+        call = _Call(self, model)
         with call.running(), call.checkpoints():
             if "" in self.plan.cuts:
                 args, kwargs = call.cut_arguments("", self._root_signature, args, kwargs)
@@ -256,7 +289,10 @@ class Patch:
 
     @no_compile
     def _before(self, pattern: str, signature: inspect.Signature, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.modes.now(type(module).__name__).call.cut_arguments(pattern, signature, args, kwargs)
+        call = self.now(type(module).__name__).call
+        if pattern.endswith(".0") and call.first.setdefault(pattern, module) is not module:
+            return args, kwargs
+        return call.cut_arguments(pattern, signature, args, kwargs)
 
     @no_compile
     def _attention(
@@ -264,12 +300,13 @@ class Patch:
         name: str,
         streams: tuple[str, ...] | Across,
         signature: inspect.Signature,
+        module: nn.Module,
         original: Callable[..., Any],
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """The forward of an attention module."""
-        mode, keys = self.modes.now(name), "encoder_hidden_states"
+        mode, keys = self.now(name), "encoder_hidden_states"
         if not mode.call.lengths:
             mode.call.before_cuts.add(name)
         elif (
@@ -282,28 +319,16 @@ class Patch:
                 f"{name}: without {keys} its keys are this rank's tokens, but the plan says that every rank holds all "
                 "of them"
             )
-        with mode.inside(name, streams):
+        with mode.inside(name, module, streams):
             return original(*args, **kwargs)
 
     @no_compile
     def _gather(self, pattern: str, stream: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        call = self.modes.now(pattern).call
+        call = self.now(pattern).call
         if pattern in call.gathered:
             raise RuntimeError(f"plan: the model called two modules of output={pattern!r}")
         call.gathered.add(pattern)
         return call.whole(output, stream, dim=1)
-
-
-def _set_forward(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = forward
-
-
-def _matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return {name: module for name, module in model.named_modules() if wanted.fullmatch(name)}
 
 
 def _signature(name: str, module: nn.Module, arguments: tuple[str, ...]) -> inspect.Signature:
@@ -322,14 +347,6 @@ class _Modes(threading.local):
     def __init__(self) -> None:
         self.running: list[_Attention] = []
 
-    def now(self, what: str) -> _Attention:
-        if not self.running:
-            raise RuntimeError(
-                f"{what}: it was called outside of a call of the parallelized model, as by torch.utils.checkpoint in "
-                "backward; use the model's own enable_gradient_checkpointing()"
-            )
-        return self.running[-1]
-
 
 class _Call:
     """One call of the model: its lengths, and how its attention is computed.
@@ -337,15 +354,17 @@ class _Call:
     Attributes:
         lengths: tokens of each stream.
         rows: the real tokens of the padded stream, in each batch row; None: all are real, or no argument tells.
+        first: of patterns that end in ".0", the module that was called first.
         before_cuts: attention modules that have run on whole streams, such as a refiner of the text.
         attended: whether an attention module of the plan has run.
         gathered: the modules whose output has been gathered.
     """
 
-    def __init__(self, patch: Patch) -> None:
-        self.patch = patch
+    def __init__(self, patch: Patch, model: nn.Module) -> None:
+        self.patch, self.model = patch, model
         self.lengths: dict[str, int] = {}
         self.rows: list[int] | None = None
+        self.first: dict[str, nn.Module] = {}
         self.before_cuts: set[str] = set()
         self.gathered: set[str] = set()
         self.attended = False
@@ -364,8 +383,7 @@ class _Call:
     @contextmanager
     def checkpoints(self) -> Iterator[None]:
         """Blocks that the model's gradient checkpointing computes again in backward belong to this call too."""
-        name = "_gradient_checkpointing_func"
-        originals = {m: vars(m)[name] for m in self.patch.model.modules() if vars(m).get(name) is not None}
+        originals = [(vars(module), name, vars(module)[name]) for module, name in checkpoint_functions(self.model)]
 
         def checkpoint(original: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             def again(*args: Any, **kwargs: Any) -> Any:
@@ -375,13 +393,13 @@ class _Call:
 
             return original(again, *args, **kwargs)
 
-        for module, original in originals.items():
-            vars(module)[name] = partial(checkpoint, original)
+        for attributes, name, original in originals:
+            attributes[name] = partial(checkpoint, original)
         try:
             yield
         finally:
-            for module, original in originals.items():
-                vars(module)[name] = original
+            for attributes, name, original in originals:
+                attributes[name] = original
 
     def length(self, stream: str) -> int:
         """Tokens of the stream, with masked ones if there are fewer than ranks: model code slices ``[:, -text:]``."""
@@ -451,7 +469,9 @@ class _Call:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             kind = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
-                f"{what}: expected a bool tensor, True for real tokens, got {kind}, which attention adds to the scores"
+                f"{what}: expected a bool tensor, True for real tokens, got {kind}, which attention adds to the scores "
+                f"instead of hiding padding; for ones and zeros pass {what}.bool(), to a pipeline "
+                "prompt_attention_mask.bool() beside prompt_embeds, both from its encode_prompt"
             )
         mask = mask.reshape(mask.shape[0], -1)  # [b, tokens]
         length = self.lengths[stream]
@@ -500,22 +520,22 @@ class _Attention(SdpaMode):
     def __init__(self, call: _Call) -> None:
         super().__init__()
         self.call = call
-        self.modules: list[tuple[str, tuple[str, ...] | Across]] = []  # that are running, the inner one last
+        # The attention modules that are running, the inner one last.
+        self.modules: list[tuple[str, nn.Module, tuple[str, ...] | Across]] = []
         self.calls = 0
 
     @contextmanager
-    def inside(self, name: str, streams: tuple[str, ...] | Across) -> Iterator[None]:
-        """In the block, the attention module ``name`` is running."""
+    def inside(self, name: str, module: Any, streams: tuple[str, ...] | Across) -> Iterator[None]:
+        """In the block, the attention module is running."""
         before, self.calls = self.calls, 0
-        self.modules.append((name, streams))
+        self.modules.append((name, module, streams))
         try:
             yield
             calls = self.calls
         finally:
             self.modules.pop()
             self.calls = before
-        if streams and calls != 1:
-            module: Any = self.call.patch.model.get_submodule(name)
+        if streams and calls != 1 and not skips_scores(module):
             processor = getattr(module, "processor", None)
             backend = getattr(processor, "_attention_backend", None)
             raise RuntimeError(
@@ -528,11 +548,13 @@ class _Attention(SdpaMode):
 
     def is_sharded(self) -> bool:
         if not self.modules:
+            if replaced := self.call.patch.replaced(self.call.model):
+                raise ValueError(f"{replaced}; undo that, or restore the model and parallelize it afterwards")
             raise ValueError(
                 "model: attention was called outside of the attention modules of the plan "
                 f"({', '.join(self.call.patch.plan.attention)}); add the module to the plan"
             )
-        return bool(self.modules[-1][1])
+        return bool(self.modules[-1][2])
 
     def attend(
         self,
@@ -547,7 +569,9 @@ class _Attention(SdpaMode):
     ) -> Tensor:
         if not self.is_sharded():
             return original_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        name, streams = self.modules[-1]
+        name, module, streams = self.modules[-1]
+        if skips_scores(module) and query.shape[2] == value.shape[2]:
+            return value
         call = self.call
         if isinstance(streams, Across):
             lengths = tuple(call.sharding((stream,)).seq_local for stream in (streams.queries, streams.keys))

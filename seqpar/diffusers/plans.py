@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from .foreign import function_of, name_of
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -53,7 +55,7 @@ class Plan:
 
     Args:
         cuts: for each module, "" being the model itself, its arguments that are cut before it runs. A tuple of cuts is
-            for an argument that is a tuple. An argument may be None.
+            for an argument that is a tuple. An argument may be None. "blocks.0" is the first of the blocks that runs.
         attention: for each attention module, the streams whose tokens it joins, in order. "()" is attention whose keys
             and values every rank holds in full, such as cross-attention to a text; this rank then computes it alone.
             ``Across`` is attention between two streams that are both cut.
@@ -340,21 +342,32 @@ REFUSED: dict[str, str] = {
 }
 
 
+def _class_with_plan(model: nn.Module) -> Any:
+    """The class of diffusers that has a plan in this package, of which ``model`` is; None if there is none."""
+    parents = (cls for cls in type(model).__mro__ if cls.__module__.startswith("diffusers."))
+    return next((cls for cls in parents if cls.__name__ in PLANS), None)
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether this package has a plan for the class of a model."""
+    return _class_with_plan(model) is not None
+
+
 def plan_of(model: nn.Module) -> Plan:
     """The plan of a diffusers model.
 
     Raises:
-        ValueError: there is none for the class.
+        ValueError: there is none for the class, or something has replaced the forward that the plan is for.
     """
-    cls: Any = type(model)
-    for parent in cls.__mro__:
-        plan = PLANS.get(parent.__name__) if parent.__module__.startswith("diffusers.") else None
-        if plan is None:
-            continue
-        if cls.forward is not parent.forward:
+    cls, parent = type(model), _class_with_plan(model)
+    if parent is not None:
+        plan = PLANS[parent.__name__]
+        forward = function_of(model.forward)
+        if forward is not function_of(parent.forward) or parent.forward.__module__ != parent.__module__:
             raise ValueError(
-                f"model: {cls.__name__} has another forward than diffusers' {parent.__name__}; pass plan=, a "
-                "seqpar.diffusers.Plan that says where its tokens are"
+                f"model: {cls.__name__} has another forward than diffusers' {parent.__name__}, namely "
+                f"{name_of(forward)}; pass plan=, a seqpar.diffusers.Plan that says where "
+                "its tokens are"
             )
         config: Any = model.config
         if config.get("image_condition_type") == "token_replace":

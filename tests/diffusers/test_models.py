@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,12 +24,12 @@ from torch.utils.checkpoint import checkpoint
 from seqpar import Mask, sync_gradients
 
 from ..cases import Batch
-from ..pool import on_ranks
+from ..pool import Pool, on_ranks
 from .models import FLOAT32, MASKED, MODELS, ONE_STREAM, ROUNDED, UNPADDED, Case, available, make
 
-pytest.importorskip("diffusers")
-from seqpar.diffusers import Across, Plan, parallelize, patch, restore
-from seqpar.diffusers.plans import PLANS, plan_of
+diffusers = pytest.importorskip("diffusers")
+from seqpar.diffusers import Across, Plan, parallelize, patch, restore  # noqa: E402
+from seqpar.diffusers.plans import PLANS, plan_of  # noqa: E402
 
 
 def output(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -243,3 +245,111 @@ def test_wrappers_average_the_gradients(batch: Batch, wrapper: str) -> None:
     batch.check(
         2, train_wrapped, [Case(model, ragged=model in MASKED) for model in ("flux", "wan", "qwen")], equal, wrapper
     )
+
+
+def hook(model: Any) -> Any:
+    """What a pipeline with ``enable_model_cpu_offload`` does after each call."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    remove_hook_from_module(model, recurse=True)
+    return add_hook_to_module(model, ModelHook())
+
+
+def wrap_checkpoints(model: Any) -> Any:
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) is type(model.blocks[1]))
+    return model
+
+
+def add_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["to_q"], init_lora_weights=False))
+
+
+def enable_checkpoints(model: Any) -> Any:
+    model.enable_gradient_checkpointing()
+    return model
+
+
+def skip(model: Any, **options: Any) -> Any:
+    diffusers.hooks.apply_layer_skip(model, diffusers.LayerSkipConfig([0], **options))
+    return model
+
+
+def register(model: Any) -> Any:
+    for module in (model, model.blocks[0].attn1):
+        registry = diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module)
+        registry.register_hook(diffusers.hooks.ModelHook(), "mine")
+    return model
+
+
+def remove(model: Any) -> Any:
+    diffusers.hooks.HookRegistry.check_if_exists_or_initialize(model).remove_hook("mine")
+    return model
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What other packages do with a model ``before`` and ``after`` it is parallelized, and to ``call`` it."""
+
+    model: str = "wan"
+    before: Callable[[Any], Any] = lambda model: model
+    after: Callable[[Any], Any] = lambda model: model
+    call: Callable[[Any], Any] = lambda model: model
+    inputs: dict[str, Any] = field(default_factory=dict)
+
+
+NO_SCORES = partial(skip, skip_attention=False, skip_attention_scores=True, skip_ff=False)
+SURROUNDINGS = {
+    "the first block is left out": Surroundings("sd35", enable_checkpoints, inputs={"skip_layers": [0]}),
+    "a hook leaves the first block out before": Surroundings(before=skip),
+    "a hook leaves the first block out after": Surroundings(after=skip),
+    "attention without scores before": Surroundings("cogview4", NO_SCORES),
+    "attention without scores after": Surroundings("cogview4", after=NO_SCORES),
+    "a copy with checkpoints": Surroundings("flux", enable_checkpoints, call=copy.deepcopy),
+    "a copy with hooks": Surroundings(before=hook, call=copy.deepcopy),
+    "hooks of accelerate before": Surroundings(before=hook, after=hook),
+    "hooks of accelerate after": Surroundings(after=lambda model: hook(hook(model))),
+    "hooks of diffusers before": Surroundings(before=register, after=remove),
+    "checkpoint wrappers before": Surroundings(before=wrap_checkpoints),
+    "checkpoint wrappers after": Surroundings(after=wrap_checkpoints),
+    "adapters of peft": Surroundings(before=add_lora),
+    "a wrapper of torch.compile": Surroundings(before=partial(torch.compile, backend="eager")),
+}
+
+
+@on_ranks
+def compare_in(group: ProcessGroup, name: str) -> dict[str, float]:
+    around = SURROUNDINGS[name]
+
+    def made() -> tuple[Any, dict[str, Any]]:
+        model, inputs = make(Case(around.model), 5)
+        return around.before(model), {**inputs, **around.inputs}
+
+    def results(model: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        model = around.call(model)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.1)  # a copy has its own weights
+        out, input_grads = run(model, inputs)
+        sync_gradients(model, group=group)
+        return out, {**input_grads, **weights(model)}
+
+    plain, inputs = made()
+    out, gradients = results(around.after(plain), inputs)
+    model, inputs = made()
+    parallelize(model, group=group)
+    output(model, inputs)
+    sharded, sharded_gradients = results(around.after(model), inputs)
+    restore(model)
+    return {
+        "output": distance({"": sharded}, {"": out}),
+        "gradients": distance(sharded_gradients, gradients),
+        "restored": distance({"": output(model, inputs)}, {"": output(plain, inputs)}),
+    }
+
+
+@pytest.mark.slow
+def test_what_other_packages_do_with_a_model(pool: Pool) -> None:
+    for name in SURROUNDINGS:
+        for found in pool.run(2, compare_in, name):
+            assert all(error < 3e-7 for error in found.values()), (name, found)

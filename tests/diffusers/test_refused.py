@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,6 +51,17 @@ def test_a_changed_forward_needs_a_plan() -> None:
     own = Plan({**WAN.cuts, "": {}}, WAN.attention)
     expected = call(model, inputs)
     assert torch.allclose(call(parallelize(model, plan=own), inputs), expected)
+    restore(model)
+    model.__class__ = diffusers.WanTransformer3DModel
+    model.forward = partial(model.forward)  # the same
+    restore(parallelize(model))
+    model.forward = partial(Changed.forward, model)
+    message = message_of(lambda: parallelize(model))
+    assert "another forward" in message and "Changed.forward" in message
+    del model.forward
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(diffusers.WanTransformer3DModel, "forward", Changed.forward)
+        assert "Changed.forward" in message_of(lambda: parallelize(model))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +153,52 @@ def test_caches_and_diffusers_own_parallelism_are_refused() -> None:
     model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))
     assert "disable_cache()" in message_of(lambda: call(model, inputs))
     model.disable_cache()
+    call(model, inputs)
     model._parallel_config = object()
     assert "enable_parallelism" in message_of(lambda: call(model, inputs))
+
+
+def test_hooks_that_need_all_tokens_are_refused() -> None:
+    hooks = diffusers.hooks
+    time = {"current_timestep_callback": lambda: 500}
+    ranges = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (0, 1000)}
+
+    class Own(hooks.ModelHook):  # type: ignore[misc, name-defined]
+        _is_stateful = True
+
+        def reset_state(self, module: nn.Module) -> nn.Module:
+            return module
+
+    def blur(model: Any, config: Any) -> None:
+        hooks.smoothed_energy_guidance_utils._apply_smoothed_energy_guidance_hook(model, config, 1.0, "blur")
+
+    def keep(model: Any, config: Any) -> None:
+        hooks.HookRegistry.check_if_exists_or_initialize(model.blocks[1]).register_hook(config, "own")
+
+    for apply, config in (
+        (hooks.apply_first_block_cache, hooks.FirstBlockCacheConfig(0.1)),
+        (hooks.apply_mag_cache, hooks.MagCacheConfig(num_inference_steps=4, mag_ratios=torch.ones(4))),
+        (hooks.apply_pyramid_attention_broadcast, hooks.PyramidAttentionBroadcastConfig(**ranges, **time)),
+        (hooks.apply_faster_cache, hooks.FasterCacheConfig(**time)),
+        (hooks.apply_taylorseer_cache, hooks.TaylorSeerCacheConfig(cache_identifiers=["blocks.*attn1"])),
+        (blur, hooks.smoothed_energy_guidance_utils.SmoothedEnergyGuidanceConfig([0])),
+        (keep, Own()),
+    ):
+        for parallelized_first in (True, False):
+            model, inputs = make(Case("wan"), 0)
+            expected = call(model, inputs)
+            if parallelized_first:
+                parallelize(model)
+            apply(model, config)
+            if not parallelized_first:
+                parallelize(model)
+            removed = 0
+            while "remove_hook" in (message := message_of(partial(call, model, inputs))):
+                assert "of which a rank has only some" in message
+                name = message.split("remove_hook('")[1].removesuffix("')")
+                hooks.HookRegistry.check_if_exists_or_initialize(model).remove_hook(name)
+                removed += 1
+            assert removed and torch.equal(call(model, inputs), expected), message
 
 
 def test_masks_that_are_no_padding_at_the_end_are_refused() -> None:
@@ -153,7 +209,8 @@ def test_masks_that_are_no_padding_at_the_end_are_refused() -> None:
     model, inputs = make(Case("chroma", ragged=True), 0)
     parallelize(model)
     floats = {**inputs, "attention_mask": inputs["attention_mask"].double()}
-    assert "expected a bool tensor" in message_of(lambda: call(model, floats))
+    message = message_of(lambda: call(model, floats))
+    assert "expected a bool tensor" in message and "attention_mask.bool()" in message
     inputs["attention_mask"][0, -1] = False
     assert "only text may be padded" in message_of(lambda: call(model, inputs))
 
@@ -198,6 +255,23 @@ def test_checkpoints_of_one_s_own_are_refused_in_backward() -> None:
     assert "enable_gradient_checkpointing" in message_of(lambda: out.sum().backward())
 
 
+def test_what_replaced_a_forward_is_named() -> None:
+    model, inputs = make(Case("wan"), 0)
+    expected = call(model, inputs)
+    parallelize(model)
+    block = {"hidden_states": torch.randn(2, 9, 36).double(), "encoder_hidden_states": None, "temb": None}
+    message = message_of(lambda: model.blocks[0](**block, rotary_emb=None))
+    assert "outside of a call of the parallelized model; call the model" in message
+    for module in (model, model.blocks[1].attn1):
+        ours = module.forward
+        module.forward = partial(type(module).forward, module)
+        message = message_of(lambda: call(model, inputs))
+        assert "was replaced by" in message and f"{type(module).__name__}.forward" in message
+        assert "was replaced by" in message_of(lambda: restore(model))
+        module.forward = ours
+        assert torch.equal(call(model, inputs), expected)
+
+
 def test_parallelize_twice_and_restore() -> None:
     model, inputs = make(Case("sd35"), 0)
     before = set(vars(model)), call(model, inputs)
@@ -211,6 +285,7 @@ def test_parallelize_twice_and_restore() -> None:
         twin.proj_out.bias.fill_(2)
     assert bool((call(twin, inputs) == 2).all())  # its own weights
     assert "a copy" in message_of(lambda: restore(twin))
+    assert "as a copy; restore the model, then copy it" in message_of(lambda: parallelize(twin))
     replaced, model.forward = model.forward, lambda: None
     assert "was replaced" in message_of(lambda: restore(model))
     model.forward = replaced
