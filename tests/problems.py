@@ -109,8 +109,8 @@ class Problem:
 
 
 @lru_cache(maxsize=1024)
-def solve(problem: Problem) -> dict[str, Tensor]:
-    """The solution on one device in float64: out, lse, dq, dk, dv and, with sinks, dsinks."""
+def solve(problem: Problem, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The solution on one device in float64 or another dtype: out, lse, dq, dk, dv and, with sinks, dsinks."""
     keep = None
     if problem.dropout_p:
         at = torch.arange(problem.seq_len)
@@ -123,6 +123,7 @@ def solve(problem: Problem) -> dict[str, Tensor]:
         softcap=problem.softcap,
         dropout_p=problem.dropout_p,
         keep=keep,
+        dtype=dtype,
     )
 
 

@@ -8,7 +8,7 @@ Shapes: b batch, s sequence, i queries, j keys, h query heads, n KV heads, d hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -22,9 +22,11 @@ from seqpar import Mask
 
 # Limits of errors.
 
-# A result may be off by this many times the rounding of one process, plus so many units in the last place.
+# A result may be off by FACTOR times the rounding of one process in the same run, and by UNITS units in the last place.
+# A result in half precision has been rounded, and in backward so has ``out``: HALF_UNITS more of its units.
 FACTOR = 10.0
 UNITS = 32.0
+HALF_UNITS = 2.0
 
 
 class Margins:
@@ -55,7 +57,8 @@ def nudge(tensors: Iterable[Tensor]) -> None:
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for x in tensors:
-            x.mul_(1 + torch.finfo(x.dtype).eps * (2.0 * torch.randint(2, x.shape, generator=chance) - 1))
+            signs = 2 * torch.randint(2, x.shape, generator=chance, dtype=x.dtype) - 1
+            x.mul_(1 + torch.finfo(x.dtype).eps * signs)
 
 
 def assert_error(
@@ -69,63 +72,69 @@ def assert_error(
             inputs that ``nudge`` has changed.
         what: the name of the result.
         size: the size of the result.
-        dtype: the dtype that the result is computed in.
+        dtype: the dtype of the result. Results in half precision are computed in float32.
     """
-    limit = FACTOR * rounding + UNITS * torch.finfo(dtype).eps * size + torch.finfo(dtype).tiny
+    half = dtype.itemsize == 2
+    units = UNITS * torch.finfo(torch.float32 if half else dtype).eps + half * HALF_UNITS * torch.finfo(dtype).eps
+    limit = FACTOR * rounding + units * size + torch.finfo(dtype).tiny
     MARGINS.add(error / limit, what)
     assert error <= limit, f"{what}: error {error:.1e}, allowed {limit:.1e} (rounding of one process {rounding:.1e})"
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """The largest errors that a result may have, relative to the float64 result.
+def errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
+    """The root mean square of the difference of two float64 tensors, and the largest absolute difference."""
+    error = actual - expected
+    return float(error.norm()) / error.numel() ** 0.5, float(error.abs().max())
 
-    The denominator of each error counts an expected value as at least 1 per element, the size of the inputs. Otherwise
-    a small result that is a sum of terms which cancel would fail because of the rounding errors of its terms.
 
-    Attributes:
-        norm: the norm of the difference, divided by the norm of the expected tensor.
-        worst: the largest absolute difference, divided by the largest expected value.
+def assert_close(
+    actual: Any,
+    expected: Any,
+    dtype: torch.dtype | None = None,
+    what: str = "result",
+    rounded: Any = None,
+) -> None:
+    """Fail if ``actual`` differs from ``expected`` by more than its limit.
+
+    Both the root mean square of the difference and the largest difference are compared (``assert_error``), the latter
+    with twice as many units. The size counts as at least 1, the size of the inputs: otherwise a small result that is a
+    sum of terms which cancel would fail because of the rounding of its terms.
+
+    Args:
+        actual: a tensor or a number, or a sequence or dictionary of results.
+        expected: the same in float64, or as one process computes it.
+        dtype: the dtype in which ``actual`` was computed; by default its own, and float32 for numbers.
+        what: the name of the result.
+        rounded: ``expected`` as one process computes it in ``dtype``, or for inputs that ``nudge`` has changed. For a
+            float64 result the rounding of a float32 one counts in the ratio of their units.
     """
-
-    norm: float
-    worst: float
-
-
-TOLERANCE = {
-    torch.float64: Tolerance(norm=1e-12, worst=1e-11),
-    torch.float32: Tolerance(norm=2e-6, worst=2e-5),
-    # The half-precision inputs are exact. The error is due to rounding the result, and in backward also ``out``.
-    torch.float16: Tolerance(norm=5e-4, worst=2e-3),
-    torch.bfloat16: Tolerance(norm=4e-3, worst=1.2e-2),
-}
-
-
-def difference(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """A message if ``actual`` and the float64 ``expected`` differ by more than the tolerance of ``dtype``, or None."""
-    if actual.shape != expected.shape:
-        return f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
-    actual, expected = actual.double(), expected.double()
-    infinite = expected.isinf()
-    if not torch.equal(actual.isinf(), infinite) or not torch.equal(actual[infinite], expected[infinite]):
-        return f"infinite at {int(actual.isinf().sum())} places instead of {int(infinite.sum())}, or of another sign"
-    error, finite = (actual - expected)[~infinite], expected[~infinite]
-    if not error.numel():
-        return None
-    if bool(error.isnan().any()):
-        return f"NaN at {int(error.isnan().sum())} of {error.numel()} places"
-    allowed = TOLERANCE[dtype]
-    norm = float(error.norm()) / max(float(finite.norm()), error.numel() ** 0.5)
-    worst = float(error.abs().max()) / max(float(finite.abs().max()), 1.0)
-    if norm <= allowed.norm and worst <= allowed.worst:
-        return None
-    return f"error {norm:.1e} of the norm (allowed {allowed.norm:.0e}), at worst {worst:.1e} ({allowed.worst:.0e})"
-
-
-def assert_close(actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "result") -> None:
-    """Fail if ``actual`` differs from the float64 ``expected`` by more than the tolerance of ``dtype``."""
-    if (found := difference(actual, expected, dtype)) is not None:
-        raise AssertionError(f"{what}: {found}")
+    if isinstance(expected, Mapping):
+        assert actual.keys() == expected.keys(), f"{what}: {actual.keys() ^ expected.keys()}"
+        for key, x in expected.items():
+            assert_close(actual[key], x, dtype, f"{what} {key}", None if rounded is None else rounded[key])
+        return
+    if isinstance(expected, Sequence):
+        assert len(actual) == len(expected), f"{what}: {len(actual)} results instead of {len(expected)}"
+        for i, x in enumerate(expected):
+            assert_close(actual[i], x, dtype, f"{what} {i}", None if rounded is None else rounded[i])
+        return
+    if dtype is None:
+        dtype = actual.dtype if isinstance(actual, Tensor) else torch.float32
+    finer = 2.0**-29 if dtype == torch.float64 and getattr(rounded, "dtype", dtype) == torch.float32 else 1.0
+    actual, expected, rounded = (
+        None if x is None else torch.as_tensor(x).detach().double() for x in (actual, expected, rounded)
+    )
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}"
+    odd = ~expected.isfinite()
+    same = torch.allclose(actual[odd], expected[odd], 0, 0, equal_nan=True) and bool(actual[~odd].isfinite().all())
+    assert same, f"{what}: {int((~actual.isfinite()).sum())} values are not finite instead of {int(odd.sum())}"
+    if odd.all():
+        return
+    actual, expected = actual[~odd], expected[~odd]
+    found, sizes = errors(actual, expected), errors(expected, torch.zeros_like(expected))
+    rounding = (0.0, 0.0) if rounded is None else errors(rounded[~odd], expected)
+    for i, name in enumerate((what, f"{what}, the worst value")):
+        assert_error(found[i], finer * rounding[i], name, size=(i + 1) * max(sizes[i], 1.0), dtype=dtype)
 
 
 # Masks and layouts.
@@ -340,8 +349,9 @@ def dense_attention(
     keep: Tensor | None = None,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of all queries over all keys at once, in float64, on any device.
+    """Attention of all queries over all keys at once, in float64 or another dtype, on any device.
 
     Args:
         q: ``[batch, queries, heads, head_dim]``.
@@ -356,12 +366,13 @@ def dense_attention(
         keep: the weights that dropout keeps, bool ``[batch, heads, queries, keys]``; see ``dropout_keep``.
         q_positions: the global positions of the queries for ALiBi, ``[queries]``; 0, 1, 2, ... by default.
         k_positions: the global positions of the keys for ALiBi, ``[keys]``; 0, 1, 2, ... by default.
+        dtype: the dtype that everything is computed in.
 
     Returns:
         ``out [batch, queries, heads, v_head_dim]`` and ``lse [batch, heads, queries]``. A query that sees no key has
         0 in ``out``, and -inf in ``lse`` if there is no sink.
     """
-    q, k, v = q.double(), k.double(), v.double()
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     q_per_kv = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(q_per_kv, dim=2), v.repeat_interleave(q_per_kv, dim=2)
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
@@ -371,12 +382,12 @@ def dense_attention(
     if alibi_slopes is not None:
         i = torch.arange(q.shape[1], device=q.device) if q_positions is None else q_positions
         j = torch.arange(k.shape[1], device=q.device) if k_positions is None else k_positions
-        distance = (i[:, None] - j[None]).abs().double()  # [i, j]
-        s = s - torch.atleast_2d(alibi_slopes.double())[:, :, None, None] * distance
+        distance = (i[:, None] - j[None]).abs().to(dtype)  # [i, j]
+        s = s - torch.atleast_2d(alibi_slopes.to(dtype))[:, :, None, None] * distance
     visible = visible if visible.dim() == 3 else visible[None]
     s = s.masked_fill(~visible[:, None], -torch.inf)  # [b, h, i, j]
     if sinks is not None:
-        s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)], dim=-1)
+        s = torch.cat([s, sinks.to(dtype)[None, :, None, None].expand(*s.shape[:3], 1)], dim=-1)
     blind = (s == -torch.inf).all(-1, keepdim=True)  # [b, h, i, 1]
     lse = torch.logsumexp(s.masked_fill(blind, 0.0), dim=-1).masked_fill(blind[..., 0], -torch.inf)
     p = torch.softmax(s.masked_fill(blind, 0.0), dim=-1).masked_fill(blind, 0.0)[..., : k.shape[1]]
@@ -394,25 +405,26 @@ def dense_gradients(
     dlse: Tensor | None = None,
     *,
     sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
     **options: Any,
 ) -> dict[str, Tensor]:
     """Forward and backward of ``dense_attention``.
 
     Args:
-        q, k, v, visible, sinks, options: as for ``dense_attention``.
+        q, k, v, visible, sinks, dtype, options: as for ``dense_attention``.
         dout: the gradient of ``out``.
         dlse: the gradient of ``lse``. It is ignored where ``lse`` is -inf.
 
     Returns:
-        The float64 tensors ``out, lse, dq, dk, dv`` and, with sinks, ``dsinks``.
+        The tensors ``out, lse, dq, dk, dv`` in ``dtype`` and, with sinks, ``dsinks``.
     """
     inputs = {"q": q, "k": k, "v": v} if sinks is None else {"q": q, "k": k, "v": v, "sinks": sinks}
-    inputs = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
-    out, lse = dense_attention(**inputs, visible=visible, **options)
-    outputs, gradients = [out], [dout.double()]
+    inputs = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
+    out, lse = dense_attention(**inputs, visible=visible, dtype=dtype, **options)
+    outputs, gradients = [out], [dout.to(dtype)]
     if dlse is not None:
         outputs.append(lse.masked_fill(lse == -torch.inf, 0.0))
-        gradients.append(dlse.double())
+        gradients.append(dlse.to(dtype))
     grads = torch.autograd.grad(outputs, list(inputs.values()), gradients, materialize_grads=True)
     results = {"out": out.detach(), "lse": lse.detach()}
     return results | {f"d{name}": grad for name, grad in zip(inputs, grads, strict=True)}

@@ -31,7 +31,7 @@ from seqpar.schedule.rows import KeyIntervals
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks
 from ..problems import BATCH_RULES, RULES, Problem, random_problem, solve
-from ..reference import TOLERANCE, Rule, assert_close, dense_gradients, rows_of, visible_pairs
+from ..reference import Rule, assert_close, dense_gradients, rows_of, visible_pairs
 from ..standins import LIBRARIES, SIGNATURES, backend_names, stand_ins, with_parameters
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
 
@@ -104,9 +104,9 @@ def steps_of(plan: AttentionPlan) -> list[tuple[int, Tensor]]:
 
 
 def check(found: dict[str, Tensor], problem: Problem) -> None:
-    expected = solve(problem)
+    expected, rounded = solve(problem), solve(problem, torch.float32)
     for name in ("out", "lse", "dq", "dk", "dv"):
-        assert_close(found[name], expected[name], problem.dtype, f"{name} of {problem}")
+        assert_close(found[name], expected[name], problem.dtype, f"{name} of {problem}", rounded[name])
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
@@ -178,7 +178,7 @@ def test_the_error_of_a_ring_is_that_of_one_device(rules: str) -> None:
         alone = relative_error(one[name], exact[name])
         assert relative_error(ring[unrounded], exact[name]) < 1.1 * alone, name
         rounded = relative_error(ring[name].to(problem.dtype), exact[name])
-        assert rounded < 1.3 * alone and rounded < TOLERANCE[problem.dtype].norm, name
+        assert rounded < 1.3 * alone, name
 
 
 @on_ranks

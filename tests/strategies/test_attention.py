@@ -31,7 +31,7 @@ from ..cases import Batch
 from ..hosts import hosts_of
 from ..pool import Pool, mesh_of, on_ranks
 from ..problems import BATCH_RULES, HEADS, RULES, Problem, present_backends, random_problem, solve
-from ..reference import Rule, Rules, difference, rank_positions, rows_of, rules_id
+from ..reference import Rule, Rules, assert_close, rank_positions, rows_of, rules_id
 from ..strategy_cases import LAYOUTS, STRATEGIES, WORLDS, layout_of
 
 IN_SHARED_MEMORY = 3  # on 3 ranks the messages go through shared memory
@@ -175,16 +175,12 @@ def unshard(case: Case, shards: list[Results]) -> Results:
 def verify_group(case: Case, shards: list[Results]) -> None:
     """Compare the results of one sequence group with those of one device."""
     problem, got = case.problem, unshard(case, shards)
-    wrong = []
     for name, expected in solve(problem).items():
         dtype = problem.dtype
         # lse and the sinks' gradient are float32 for every dtype; but the latter depends on ``out``, which is rounded.
         if name == "lse" or (name == "dsinks" and dtype.itemsize > 2):
             dtype = torch.float32
-        if (found := difference(got[name], expected, dtype)) is not None:
-            wrong.append(f"{name}: {found}")
-    if wrong:
-        raise AssertionError("\n".join(wrong))
+        assert_close(got[name], expected, dtype, name, solve(problem, torch.float32)[name])
 
 
 def verify(case: Case, shards: list[Results]) -> None:

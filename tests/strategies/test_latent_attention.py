@@ -25,7 +25,6 @@ from ..reference import (
     assert_close,
     combined_mask,
     dense_attention,
-    difference,
     fitted,
     rank_positions,
     rows_of,
@@ -146,10 +145,7 @@ def compare(case: Case, by_rank: list[tuple[Results, tuple[int, int]]]) -> None:
     for name in ("dweight", "dsinks"):  # partial gradients
         if name in by_rank[0][0]:
             total = sum(actual[name].double() for actual, _ in by_rank)
-            assert isinstance(total, Tensor)
-            scale = max(1.0, float(expected[name].norm()) / total.numel() ** 0.5)  # a sum over all tokens
-            if (found := difference(total / scale, expected[name] / scale, case.dtype)) is not None:
-                raise AssertionError(f"{name}: {found}")
+            assert_close(total, expected[name], case.dtype, name)
 
 
 @pytest.mark.slow
