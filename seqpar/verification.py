@@ -30,7 +30,7 @@ from .base.checks import check_number
 from .base.replaced import replaced
 from .comm.trace import trace
 from .comm.waiting import run
-from .ranks.mesh import check_mesh_and_group, global_ranks, size_of
+from .ranks.mesh import global_ranks, sequence_group, size_of
 from .ranks.rendezvous import group_timeout, store_all_gather
 from .sharding.same_rows import OtherRowsError
 from .sharding.sharding import Sharding
@@ -227,8 +227,7 @@ def verify(
         if not callable(function):
             raise TypeError(f"{name}={function!r}: expected a function that returns the loss after its backward")
     tolerance = tolerance_of(model) if tolerance is None else tolerance
-    check_mesh_and_group(None, group)
-    group = group or dist.group.WORLD
+    group = sequence_group(None, group)
     tolerance = check_number("tolerance", tolerance)
     report = _compare(model, step, reference, reference_model or model, tolerance, group)
     if raise_on_error and not report.ok:

@@ -32,6 +32,7 @@ from torch import Tensor
 from ..base.checks import DTYPES, check_alike
 from ..masks.mask import Mask
 from ..ranks.mesh import Ranks, parent_group
+from ..ranks.processes import check_own_process
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, own_entry
 from .collectives import all_gather_single
 from .communicator import communicator
@@ -180,6 +181,7 @@ class _DeviceAllGather:
 
 
 def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None) -> _AllGather:
+    check_own_process("handshake")
     header = torch.tensor([*words, *[0] * (_WIDTH - len(words))], dtype=torch.int64, device="cpu")
     if (device := _control_device(ranks)).type == "cpu":
         return _HostAllGather(header, ranks, patience)

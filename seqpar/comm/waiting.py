@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..ranks.mesh import Ranks, global_ranks, parent_group
+from ..ranks.processes import check_own_process
 from ..ranks.rendezvous import LONG_WAIT, failed_wait, group_timeout, is_simulated, own_entry
 from .streams import posting_stream
 
@@ -35,6 +36,7 @@ def operation(name: str) -> Iterator[None]:
 @contextmanager
 def waiting(what: str, ranks: Ranks) -> Iterator[None]:
     """If the block fails, the error names the operation, the seconds that it took, and the missing ranks."""
+    check_own_process(what)
     begin()
     began = time.monotonic()
     try:

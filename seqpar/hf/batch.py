@@ -25,7 +25,8 @@ from ..masks.rules import document_boundaries
 from ..placement.balanced import balanced_layout
 from ..placement.layout import LAYOUT_WORDS, Assigned, LayoutWord, TokenLayout, check_layout, shard_length
 from ..ranks.mesh import rank_in, sequence_group, size_of, ulysses_size
-from ..sharding.sharding import Sharding, check_sharding
+from ..ranks.processes import check_own_process
+from ..sharding.sharding import Sharding, WorkerSharding, check_sharding
 
 IGNORE_INDEX = -100
 # The names of document boundaries in the batches of various collate functions.
@@ -169,7 +170,7 @@ def shard_batch(
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
     layout: BatchLayout | None = None,
-    sharding: Sharding | None = None,
+    sharding: Sharding | WorkerSharding | None = None,
     shift_labels: bool | None = None,
     check: bool = True,
 ) -> dict[str, Any]:
@@ -207,9 +208,12 @@ def shard_batch(
     """
     if sharding is not None:
         given = None if layout == "balanced" else layout
-        check_sharding(sharding, mesh=mesh, group=group, layout=given)
-        group, length = sharding.sequence_group, sharding.seq_len
-        return shard_over(group, Cut(size_of(group), sharding.layout), batch, shift_labels, check, length)
+        check_sharding(sharding, mesh=mesh, group=group, layout=given, or_worker=True)
+        cut, length = Cut(sharding.ranks, sharding.layout), sharding.seq_len
+        if isinstance(sharding, Sharding):
+            return shard_over(sharding.sequence_group, cut, batch, shift_labels, check, length)
+        sharding.check_process(check)
+        return _parse(batch, cut, shift_labels, length).shard(sharding.rank)
     cut = Cut.over(mesh, group, "zigzag" if layout is None else layout)
     return shard_over(sequence_group(mesh, group), cut, batch, shift_labels, check)
 
@@ -224,24 +228,16 @@ def shard_over(
 ) -> dict[str, Any]:
     """``shard_batch`` over the ranks of ``group``, and as ``cut`` says; of rows of ``seq_len`` tokens, if given."""
     ranks = cut.ranks
-
-    def parse() -> BatchSpec:
-        spec = BatchSpec(batch, cut, shift_labels)
-        if seq_len not in (None, spec.seq_len):
-            raise ValueError(
-                f"batch: its rows have {spec.seq_len} tokens, but the sharding is of seq_len={seq_len}; make "
-                "a Sharding of the batch's length, or give mesh and layout"
-            )
-        return spec
-
     if not check:
-        return parse().shard(rank_in(group))
+        return _parse(batch, cut, shift_labels, seq_len).shard(rank_in(group))
+    if ranks > 1:
+        check_own_process("shard_batch compares the ranks' batches, unless check=False is passed")
     specs: list[BatchSpec] = []
 
     def header() -> _BatchHeader:
         if batch is None and ranks > 1:
             return _BatchHeader(False, Fingerprint(0), 0)
-        specs.append(parse())
+        specs.append(_parse(batch, cut, shift_labels, seq_len))
         # The seed is not drawn, because drawing one would change the random numbers that the training loop draws next.
         return _BatchHeader(True, Fingerprint(specs[0].checksum), torch.initial_seed() % 2**62)
 
@@ -262,6 +258,18 @@ def shard_over(
             "each rank has samples of its own, call parallelize with batches='per_rank'"
         )
     return specs[0].shard(rank_in(group), seed)
+
+
+def _parse(
+    batch: Mapping[str, Any] | None, cut: Cut, shift_labels: bool | None, seq_len: int | None = None
+) -> BatchSpec:
+    spec = BatchSpec(batch, cut, shift_labels)
+    if seq_len not in (None, spec.seq_len):
+        raise ValueError(
+            f"batch: its rows have {spec.seq_len} tokens, but the sharding is of seq_len={seq_len}; make "
+            "a Sharding of the batch's length, or give mesh and layout"
+        )
+    return spec
 
 
 def shard_for_rank(

@@ -18,7 +18,15 @@ from ..base.checks import check_choice, check_module
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..comm.waiting import operation, run
-from ..ranks.mesh import all_ranks_group, averaged_dimensions, dimension_group, global_ranks, sequence_group, size_of
+from ..ranks.mesh import (
+    all_ranks_group,
+    averaged_dimensions,
+    default_group,
+    dimension_group,
+    global_ranks,
+    sequence_group,
+    size_of,
+)
 from ..strategies.gemm import sum_dtype
 
 Reduce = Literal["mean", "sum"]
@@ -341,6 +349,7 @@ def clip_grad_norm_(
         RuntimeError: another rank of tp raised an error on its own input.
     """
     check_module("module", module)
+    default_group()  # raises if this is one of several processes and no process group is running
     parameters = [p for p in module.parameters() if p.requires_grad]
     tensor_parallel = bool(tensor_parallel_parameters(module))
 

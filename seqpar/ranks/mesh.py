@@ -19,8 +19,9 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base.checks import check_int
+from .processes import check_own_process
 from .rendezvous import group_timeout, is_simulated, store_all_gather
-from .startup import check_timeout, start_process_group, started_ranks
+from .startup import check_alone, check_timeout, start_process_group, started_ranks
 
 DIMENSIONS = ("dp", "ring", "ulysses", "tp")
 # The dimensions of a mesh of the caller's own over which a loss and its gradients are averaged.
@@ -89,6 +90,7 @@ def init_mesh(
     if device_type not in (None, "cuda", "cpu"):
         raise ValueError(f"device_type={device_type!r}: expected 'cuda' or 'cpu'")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_own_process("init_mesh")
     # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
     world = dist.get_world_size() if dist.is_initialized() else started_ranks()
     shape = _resolve_sizes(sizes, world)
@@ -231,10 +233,21 @@ def check_mesh_and_group(mesh: DeviceMesh | None, group: ProcessGroup | None) ->
         raise TypeError(f"group={group!r}: expected a torch.distributed ProcessGroup that this rank belongs to")
 
 
+def default_group() -> ProcessGroup | None:
+    """The ranks of a call that is given neither a mesh nor a group. None without torch.distributed.
+
+    Raises:
+        ValueError: a launcher has started several processes, and no process group is running in this one.
+    """
+    if not dist.is_initialized():
+        check_alone()
+    return dist.group.WORLD
+
+
 def sequence_group(
     mesh: DeviceMesh | None = None, group: ProcessGroup | None = None, strategy: str | None = None
 ) -> ProcessGroup | None:
-    """The group over which the sequence is sharded. None for one process in which torch.distributed is not initialised.
+    """The group over which the sequence is sharded. None in a process that is a rank alone (see ``default_group``).
 
     * ``group`` is given: ``group`` itself.
     * ``mesh`` has one dimension: its only group.
@@ -242,12 +255,15 @@ def sequence_group(
       ``strategy="tp_sp"`` the tp dimension belongs to it too (tp_rank fastest). If ring x ulysses is one rank, the
       sequence is sharded over tp under every strategy.
     * neither is given: the default group.
+
+    Raises:
+        TypeError, ValueError: see ``check_mesh_and_group`` and ``default_group``.
     """
     check_mesh_and_group(mesh, group)
     if group is not None:
         return group
     if mesh is None:
-        return dist.group.WORLD if dist.is_initialized() else None
+        return default_group()
     if mesh.ndim == 1:
         return dimension_group(mesh, ())
     names, all_names = _sequence_dimensions(mesh), mesh.mesh_dim_names or ()
@@ -327,6 +343,7 @@ def dimension_group(mesh: DeviceMesh, names: tuple[str, ...], ordered: bool = Tr
                 )
         part = mesh[tuple(sorted(names, key=all_names.index))] if names else mesh
         if len(names) > 1:
+            check_own_process("mesh: making the group of several dimensions")
             part = part._flatten("_".join(names))
             set_timeouts(part)
         group = part.get_group()

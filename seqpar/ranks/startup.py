@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from ..base.checks import check_int
 
@@ -23,6 +24,7 @@ _LAUNCHERS = (
     ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
     ("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID"),
+    ("JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_LOCAL_RANK"),
 )
 
 
@@ -32,23 +34,54 @@ def started_ranks() -> int:
     Raises:
         ValueError: this is one of several processes, and does not know of the others.
     """
-    world = os.environ.get("WORLD_SIZE")
+    world = _world_size()
     if world is not None:
-        if int(world) > 1 and "RANK" not in os.environ:
+        if world > 1 and "RANK" not in os.environ:
             raise ValueError(f"WORLD_SIZE={world}: RANK is not set; set both, or start the ranks with torchrun")
-        return int(world)
-    for size, rank, local_rank in _LAUNCHERS:
-        count = os.environ.get(size, "")
-        if count.isdecimal() and int(count) > 1:
-            raise ValueError(
-                f"init_mesh: {size}={count}, so {count} processes were started or are to be started, but WORLD_SIZE is "
-                "not set, and each would work by itself as a single rank; start one torchrun on each host, or set in "
-                f"every process RANK (={rank}), WORLD_SIZE (={size}), LOCAL_RANK (={local_rank}), MASTER_ADDR and "
-                "MASTER_PORT; to run a single process on purpose, set WORLD_SIZE=1"
-            )
-        if count.isdecimal() and size == "SLURM_STEP_NUM_TASKS":
-            break  # a step of one process, in an allocation of any size
+        return world
+    if (launched := _launched()) is not None:
+        count, (size, rank, local_rank) = launched
+        raise ValueError(
+            f"init_mesh: {size}={count}, so {count} processes were started or are to be started, but WORLD_SIZE is "
+            "not set, and each would work by itself as a single rank; start one torchrun on each host, or set in "
+            f"every process RANK (={rank}), WORLD_SIZE (={size}), LOCAL_RANK (={local_rank}), MASTER_ADDR and "
+            "MASTER_PORT; to run a single process on purpose, set WORLD_SIZE=1"
+        )
     return 1
+
+
+def check_alone() -> None:
+    """Raise a ValueError if this is one of several processes: without a process group it would work by itself."""
+    count, size = _world_size(), "WORLD_SIZE"
+    if count is None and (launched := _launched()) is not None:
+        count, (size, *_) = launched
+    if count is not None and count > 1:
+        raise ValueError(
+            f"{size}={count}, so {count} processes were started, but no process group is running in this one, and it "
+            "would work by itself as a single rank; call seqpar.init_mesh (or torch.distributed.init_process_group) "
+            "first, and destroy_process_group last. In a process that a rank has started, such as a worker of a "
+            "DataLoader, use the Sharding or the collate function that the rank made, or Sharding.balanced(..., "
+            "ranks=, rank=). To work as a single rank on purpose, pass strategy='local' or set WORLD_SIZE=1"
+        )
+
+
+def _world_size() -> int | None:
+    """torchrun's number of processes."""
+    world = os.environ.get("WORLD_SIZE")
+    if world is not None and (not world.isdecimal() or int(world) < 1):
+        raise ValueError(f"WORLD_SIZE={world!r}: expected the number of ranks, at least 1; set it, or remove it")
+    return None if world is None else int(world)
+
+
+def _launched() -> tuple[int, tuple[str, str, str]] | None:
+    """The number of processes that another launcher has started, and its row of ``_LAUNCHERS``; None if it is one."""
+    for names in _LAUNCHERS:
+        count = os.environ.get(names[0], "")
+        if count.isdecimal() and int(count) > 1:
+            return int(count), names
+        if count.isdecimal() and names[0] == "SLURM_STEP_NUM_TASKS":
+            break  # a step of one process, in an allocation of any size
+    return None
 
 
 # With this variable, NCCL runs the kernels of several communicators in the order in which the host launched them. It
@@ -82,6 +115,12 @@ def start_process_group(
             options["device_id"] = device
             os.environ.setdefault(LAUNCH_ORDER, "1")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if world > 1 and get_worker_info() is not None:
+            raise RuntimeError(
+                "init_mesh: this process is a worker of a DataLoader, which has the environment of a rank but is none; "
+                "call init_mesh in the rank. A worker cuts with the Sharding or the collate function that the rank "
+                "made, or with Sharding.balanced(..., ranks=, rank=)"
+            )
         dist.init_process_group(backend, **options)
     else:  # one process, without a port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)

@@ -14,7 +14,7 @@ from ..base.checks import no_compile
 from ..comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from ..placement.layout import Layout, check_layout, check_lengths
 from ..placement.strategies import StrategyName
-from .sharding import Sharding, check_dim, check_sharding, require_layout, resolve_sequence_group
+from .sharding import Sharding, WorkerSharding, check_dim, check_sharding, require_layout, resolve_sequence_group
 
 
 @no_compile
@@ -25,7 +25,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
     layout: Layout | None = None,
-    sharding: Sharding | None = None,
+    sharding: Sharding | WorkerSharding | None = None,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
     check: bool = False,
 ) -> Tensor:
@@ -58,7 +58,7 @@ def shard(
         layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(x.shape[axis], layout, mesh=mesh, group=group, strategy=strategy)
     else:
-        check_sharding(sharding, mesh=mesh, group=group, layout=layout, strategy=strategy)
+        check_sharding(sharding, mesh=mesh, group=group, layout=layout, strategy=strategy, or_worker=True)
     return sharding.shard(x, dim, check=check)
 
 
@@ -120,7 +120,7 @@ def positions(
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
     layout: Layout | None = None,
-    sharding: Sharding | None = None,
+    sharding: Sharding | WorkerSharding | None = None,
     strategy: StrategyName | Literal["tp_sp"] | None = None,
 ) -> Tensor:
     """``Sharding(seq_len, layout, ...).positions()``: global positions of this rank's tokens. Nothing is sent.
@@ -144,7 +144,9 @@ def positions(
         layout = layout_of(layout, mesh, group, strategy)
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
     else:
-        check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len, strategy=strategy)
+        check_sharding(
+            sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len, strategy=strategy, or_worker=True
+        )
     return sharding.positions()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..comm.handshake import Fingerprint, all_gather_header
+from ..ranks.processes import inherited
 
 
 class OtherRowsError(ValueError):
@@ -29,9 +30,12 @@ _calls: MutableMapping[ProcessGroup, int] = WeakKeyDictionary()
 
 
 def compares_now(group: ProcessGroup | None) -> bool:
-    """Whether the environment variable SEQPAR_CHECK asks the ranks of ``group`` to compare the tensor of this call."""
+    """Whether the environment variable SEQPAR_CHECK asks the ranks of ``group`` to compare the tensor of this call.
+
+    Never in a process that was forked from a rank, such as a worker of a DataLoader, because it cannot communicate.
+    """
     every = check_every()
-    if not every or group is None:
+    if not every or group is None or inherited():
         return False
     _calls[group] = _calls.get(group, -1) + 1
     return _calls[group] % every == 0

@@ -45,6 +45,7 @@ from ..ranks.mesh import (
     shown,
     size_of,
 )
+from ..ranks.processes import inherited
 from .report import TOKEN_BYTES, check_masks, report
 from .same_rows import compare, compares_now
 from .shards import Unshard, local_shard
@@ -66,8 +67,10 @@ class Sharding(Opaque):
 
     Shardings are immutable and hashable, and equal if they are made with equal arguments.
 
-    A sharding can be passed to processes that this one starts, such as the workers of a DataLoader, but not pickled in
-    any other way. There it is a ``WorkerSharding`` of this rank, with ``lengths``, ``positions`` and ``shard``.
+    A sharding can be used in processes that this one starts, such as the workers of a DataLoader. In a forked process
+    everything that needs no message works, and the rest raises an error. Where it is pickled, for a spawned process or
+    a pool of forked processes, it becomes a ``WorkerSharding`` of this rank, with ``lengths``, ``positions`` and
+    ``shard``.
 
     Args:
         seq_len: tokens of the full sequence. It need not divide by anything.
@@ -256,7 +259,7 @@ class Sharding(Opaque):
         layout = balanced_layout(mask, seq_len, ranks, ulysses, ranks_per_host or 0)
         if of_worker:
             assert rank is not None
-            return WorkerSharding(seq_len, layout, ranks, rank, mask)
+            return WorkerSharding(seq_len, layout, ranks, rank, balanced_for=mask)
         sharding = Sharding(seq_len, layout, mesh=mesh, group=group, strategy=strategy)
         object.__setattr__(sharding, "balanced_for", mask)
         return sharding
@@ -522,7 +525,9 @@ class Sharding(Opaque):
         return self
 
     def __reduce__(self) -> Any:
-        return _in_worker(self, self.seq_len, self.layout, self.ranks, rank_in(self.sequence_group))
+        group, rank = self.sequence_group, rank_in(self.sequence_group)
+        started_by = None if group is None or self.ranks == 1 else global_ranks(group)[rank]
+        return _in_worker(self.seq_len, self.layout, self.ranks, rank, started_by)
 
     def __repr__(self) -> str:
         lengths = shown(self.lengths)
@@ -537,16 +542,19 @@ class Sharding(Opaque):
 
 @dataclass(frozen=True)
 class WorkerSharding:
-    """A ``Sharding`` in a process that a rank has started, without process groups: in a worker of a DataLoader.
+    """Which tokens one rank holds, without process groups: a ``Sharding`` in a process that the rank has started.
 
-    It says which tokens that rank holds, and cuts them out of a tensor. In a process with process groups of its own,
-    its methods raise an error, because the process may be another rank.
+    Such a process is a worker of a DataLoader. In a process with process groups of its own, the methods raise an error,
+    because the process may be another rank. One that ``Sharding.balanced`` has made for a given rank works everywhere.
 
     Attributes:
         seq_len: tokens of the full sequence.
         layout: which tokens each rank holds.
         ranks: the number of ranks.
-        rank: the rank that started this process, among these.
+        rank: the rank whose tokens these are, among these.
+        started_by: the global rank whose ``Sharding`` was pickled; None if it is for a given rank, or for one rank.
+        spawned: whether it was pickled for a process that was being started. If not, for example for a pool of
+            processes or for a file, only forks of ``started_by`` may use it.
         balanced_for: as in ``Sharding``.
     """
 
@@ -554,12 +562,14 @@ class WorkerSharding:
     layout: Layout
     ranks: int
     rank: int
+    started_by: int | None = field(default=None, compare=False, repr=False)
+    spawned: bool = field(default=False, compare=False, repr=False)
     balanced_for: Mask | Mapping[Mask, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """The number of tokens of each rank, by rank."""
-        self._check_worker()
+        self.check_process()
         return tuple(shard_length(self.seq_len, self.ranks, rank, self.layout) for rank in range(self.ranks))
 
     @property
@@ -569,17 +579,19 @@ class WorkerSharding:
 
     def positions(self) -> Tensor:
         """Global positions of the rank's tokens: int64 ``[seq_local]`` on the CPU, increasing."""
-        self._check_worker()
+        self.check_process()
         return shard_positions(self.seq_len, self.ranks, self.rank, self.layout).clone()
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1, *, check: bool = False) -> Tensor:
         """The rank's shard of ``x``, with ``seq_local`` instead of ``seq_len`` entries along ``dim``.
 
         Raises:
             ValueError: ``x`` does not have ``seq_len`` entries along ``dim``, or the process has process groups.
+            RuntimeError: ``check`` is True.
         """
-        positions = self.positions().to(x.device)
-        return x.index_select(_check_full(x, dim, self.seq_len), positions)
+        check_bool("check", check)
+        self.check_process(check)
+        return x.index_select(_check_full(x, dim, self.seq_len), self.positions().to(x.device))
 
     def report(self, mask: Mask | Mapping[Mask, int], token_bytes: int = TOKEN_BYTES) -> str:
         """As ``Sharding.report``."""
@@ -590,26 +602,40 @@ class WorkerSharding:
             return repr(self)
         return f"balanced for {self.balanced_for!r}: {self!r}\n{self.report(self.balanced_for)}"
 
-    def _check_worker(self) -> None:
+    def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
+        """Raises a RuntimeError: this process has no process groups in which it could gather the ranks' shards."""
+        raise RuntimeError(
+            f"unshard: {self} has no process groups in which it could gather the other ranks' shards; call it in the "
+            "rank"
+        )
+
+    def check_process(self, check: bool = False) -> None:
+        """Raise a ValueError in a process that may belong to another rank, and a RuntimeError if ``check`` is True."""
+        if check and self.ranks > 1:
+            raise RuntimeError(
+                f"check=True: {self} has no process groups to compare the ranks' tensors in; pass check=False here, "
+                "and compare in the rank"
+            )
+        if self.started_by is None or (inherited() and dist.get_rank() == self.started_by):
+            return
         if dist.is_initialized():
             raise ValueError(
                 f"sharding: it was made by rank {self.rank} of {self.ranks} in the process that started this one, "
                 "which has process groups of its own; make a seqpar.Sharding in this process"
             )
+        if not self.spawned:
+            raise ValueError(
+                f"sharding: rank {self.rank} of {self.ranks} pickled it, but not for the start of this process, which "
+                "may belong to another rank; make it again, from its seq_len and layout"
+            )
 
     def __reduce__(self) -> Any:
-        return _in_worker(self, self.seq_len, self.layout, self.ranks, self.rank)
+        return _in_worker(self.seq_len, self.layout, self.ranks, self.rank, self.started_by)
 
 
-def _in_worker(sharding: Sharding | WorkerSharding, *values: Any) -> Any:
-    """How to pickle ``sharding``: only for a process that is being started, which cannot be another rank's."""
-    if get_spawning_popen() is None:
-        raise TypeError(
-            f"{sharding!r}: a sharding belongs to its rank and its process groups; it can be pickled only for a "
-            "process that this one starts (a worker of a DataLoader); elsewhere make it again, from its seq_len and "
-            "layout"
-        )
-    return WorkerSharding, values
+def _in_worker(*values: Any) -> Any:
+    """How to pickle a sharding. A process that is being started belongs to this rank; another one may not."""
+    return WorkerSharding, (*values, get_spawning_popen() is not None)
 
 
 def require_layout(layout: Layout | None, group: ProcessGroup | None) -> Layout:
@@ -639,17 +665,26 @@ def check_sharding(
     layout: Layout | None = None,
     seq_len: int | None = None,
     strategy: str | None = None,
+    or_worker: bool = False,
 ) -> None:
-    """Raise unless ``sharding`` is None or a Sharding, and equal to the arguments that are given beside it."""
+    """Raise unless ``sharding`` is None or a Sharding, and equal to the arguments that are given beside it.
+
+    ``or_worker``: it may be a WorkerSharding, because the call sends nothing.
+    """
     if sharding is None:
         return
-    if not isinstance(sharding, Sharding):
-        raise TypeError(f"sharding={sharding!r}: expected a seqpar.Sharding, as Sharding(seq_len) makes one")
+    if not isinstance(sharding, Sharding) and not (or_worker and isinstance(sharding, WorkerSharding)):
+        why = "; this one has no process groups" if isinstance(sharding, WorkerSharding) else ""
+        raise TypeError(f"sharding={sharding!r}: expected a seqpar.Sharding, as Sharding(seq_len) makes one{why}")
     check_mesh_and_group(mesh, group)
     own: object
     for name, value, own in (("layout", layout, sharding.layout), ("seq_len", seq_len, sharding.seq_len)):
         if value is not None and value != own:
             raise ValueError(f"{name}={value!r}: the sharding has {name}={own!r}; leave {name} out")
+    if isinstance(sharding, WorkerSharding):
+        if mesh is not None or group is not None or strategy is not None:
+            raise ValueError(f"mesh, group and strategy: {sharding} has no process groups; leave them out")
+        return
     if strategy is not None and (strategy == "tp_sp") != (sharding.strategy == "tp_sp"):
         raise ValueError(f"strategy={strategy!r}: the sharding has strategy={sharding.strategy!r}; leave strategy out")
     if mesh is not None and mesh != sharding.mesh:
