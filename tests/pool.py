@@ -300,6 +300,17 @@ def limit_waits(timeout_s: float) -> None:
             transport._timeout = timeout
 
 
+@contextlib.contextmanager
+def may_have_children() -> Iterator[None]:
+    """In the block, this worker may start the workers of a data loader. Daemon processes may not do that otherwise."""
+    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    before, config["daemon"] = config.get("daemon"), False
+    try:
+        yield
+    finally:
+        config["daemon"] = before
+
+
 def at_once(
     world: int,
     calls: Sequence[Callable[[ProcessGroup], Result]],

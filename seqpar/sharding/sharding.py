@@ -67,7 +67,7 @@ class Sharding(Opaque):
 
     Shardings are immutable and hashable, and equal if they are made with equal arguments.
 
-    A sharding can be used in processes that this one starts, such as the workers of a DataLoader. In a forked process
+    A sharding can be used in processes that this one starts, such as the workers of a DataLoader: in a forked process
     everything that needs no message works, and the rest raises an error. Where it is pickled, for a spawned process or
     a pool of forked processes, it becomes a ``WorkerSharding`` of this rank, with ``lengths``, ``positions`` and
     ``shard``.
@@ -605,7 +605,7 @@ class WorkerSharding:
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
         """Raises a RuntimeError: this process has no process groups in which it could gather the ranks' shards."""
         raise RuntimeError(
-            f"unshard: {self} has no process groups in which it could gather the other ranks' shards; call it in the "
+            f"unshard: {self!r} has no process groups in which it could gather the other ranks' shards; call it in the "
             "rank"
         )
 
@@ -613,7 +613,7 @@ class WorkerSharding:
         """Raise a ValueError in a process that may belong to another rank, and a RuntimeError if ``check`` is True."""
         if check and self.ranks > 1:
             raise RuntimeError(
-                f"check=True: {self} has no process groups to compare the ranks' tensors in; pass check=False here, "
+                f"check=True: {self!r} has no process groups to compare the ranks' tensors in; pass check=False here, "
                 "and compare in the rank"
             )
         if self.started_by is None or (inherited() and dist.get_rank() == self.started_by):
@@ -683,7 +683,7 @@ def check_sharding(
             raise ValueError(f"{name}={value!r}: the sharding has {name}={own!r}; leave {name} out")
     if isinstance(sharding, WorkerSharding):
         if mesh is not None or group is not None or strategy is not None:
-            raise ValueError(f"mesh, group and strategy: {sharding} has no process groups; leave them out")
+            raise ValueError(f"mesh, group and strategy: {sharding!r} has no process groups; leave them out")
         return
     if strategy is not None and (strategy == "tp_sp") != (sharding.strategy == "tp_sp"):
         raise ValueError(f"strategy={strategy!r}: the sharding has strategy={sharding.strategy!r}; leave strategy out")

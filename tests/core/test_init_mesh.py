@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar.ranks import startup
 from seqpar.ranks.mesh import ranks_by_host
+
+from ..observe import message_of
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -36,6 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted.update(set_device=device))
     launchers = [name for names in startup._LAUNCHERS for name in names]
+    assert {name for name, _ in LAUNCHERS.values()} == {"WORLD_SIZE", *(size for size, *_ in startup._LAUNCHERS)}
     monkeypatch.setenv(startup.LAUNCH_ORDER, "")  # so that it is restored
     monkeypatch.delenv(startup.LAUNCH_ORDER)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *launchers):
@@ -131,6 +137,93 @@ def test_a_step_of_one_process(started: dict[str, Any], monkeypatch: pytest.Monk
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
     init(device_type="cpu")
     assert started["world_size"] == 1
+
+
+# What launchers set in the fourth of eight processes on one host, and the variable with the number of processes.
+LAUNCHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "torchrun": ("WORLD_SIZE", {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 8}),
+    "srun": ("SLURM_STEP_NUM_TASKS", {"SLURM_NTASKS": 8, "SLURM_STEP_NUM_TASKS": 8, "SLURM_PROCID": 3}),
+    "sbatch": ("SLURM_NTASKS", {"SLURM_NTASKS": 8, "SLURM_PROCID": 0}),
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", {"OMPI_COMM_WORLD_SIZE": 8, "OMPI_COMM_WORLD_RANK": 3}),
+    "MPICH": ("PMI_SIZE", {"PMI_SIZE": 8, "PMI_RANK": 3, "MPI_LOCALRANKID": 3}),
+    "MVAPICH": ("MV2_COMM_WORLD_SIZE", {"MV2_COMM_WORLD_SIZE": 8, "MV2_COMM_WORLD_RANK": 3}),
+    "flux": ("FLUX_JOB_SIZE", {"FLUX_JOB_SIZE": 8, "FLUX_TASK_RANK": 3, "FLUX_TASK_LOCAL_ID": 3}),
+    "jsrun": ("JSM_NAMESPACE_SIZE", {"JSM_NAMESPACE_SIZE": 8, "JSM_NAMESPACE_RANK": 3}),
+}
+
+
+def calls_without_a_group() -> dict[str, Callable[[], Any]]:
+    """Calls that are given neither a mesh nor a group, and so take the default group."""
+    x = torch.randn(1, 16, 4, 8)  # [b, s, h, d]
+    losses, labels = torch.ones(1, 16), torch.ones(1, 16, dtype=torch.long)
+    linear = nn.Linear(2, 2)
+
+    def step() -> Tensor:
+        loss: Tensor = linear(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
+
+    step()
+    kinds = ("attention", "ring_attention", "ulysses_attention", "context_parallel_attention", "hybrid_attention")
+    attention = {name: partial(getattr(seqpar, name), x, x, x) for name in kinds}
+    layers = {
+        name: lambda name=name: seqpar.ParallelAttention(name, 32, 4)(x.flatten(2))
+        for name in ("ring", "ulysses", "context_parallel", "hybrid", "auto", "tp_sp")
+    }
+    mask = seqpar.Mask.documents([0, 5, 16])
+    return {
+        **attention,
+        **layers,
+        "of a known length": lambda: seqpar.attention(x, x, x, seq_len=16),
+        "Sharding": lambda: seqpar.Sharding(16),
+        "balanced": lambda: seqpar.Sharding.balanced(mask, 16),
+        "segments": lambda: seqpar.Sharding.segments([10, 6]),
+        "shard": lambda: seqpar.shard(x),
+        "unshard": lambda: seqpar.unshard(x),
+        "positions": lambda: seqpar.positions(16),
+        "token_loss": lambda: seqpar.token_loss(losses, labels),
+        "sync_gradients": lambda: seqpar.sync_gradients(linear),
+        "average_in_backward": lambda: seqpar.average_in_backward(linear),
+        "clip_grad_norm_": lambda: seqpar.clip_grad_norm_(linear, 1.0),
+        "verify": lambda: seqpar.verify(linear, step, step),
+        "MegatronMLP": lambda: seqpar.MegatronMLP(32, 48),
+        "VocabParallelEmbedding": lambda: seqpar.VocabParallelEmbedding(16, 32),
+        "VocabParallelHead": lambda: seqpar.VocabParallelHead(32, 16),
+        "KeyValueCache": lambda: seqpar.KeyValueCache(seqpar.Sharding(16)),
+    }
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_no_process_of_several_works_alone(
+    started: dict[str, Any], monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """If a process group is not running yet, or not any more."""
+    variable, environment = LAUNCHERS[launcher]
+    for name, value in environment.items():
+        monkeypatch.setenv(name, str(value))
+    calls = calls_without_a_group()
+    for name, call in calls.items() if launcher == "torchrun" else [("Sharding", calls["Sharding"])]:
+        message = message_of(call)
+        assert message.startswith(f"ValueError: {variable}=8, so 8 processes were started"), (name, message)
+    local = seqpar.Sharding(16, strategy="local")
+    assert local.lengths == (16,) and torch.equal(local.unshard(local.shard(torch.ones(1, 16))), torch.ones(1, 16))
+    x = torch.randn(1, 16, 4, 8)
+    assert seqpar.attention(x, x, x, strategy="local").shape == x.shape
+    assert seqpar.ParallelAttention("local", 32, 4)(x.flatten(2)).shape == x.flatten(2).shape
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert {name: message_of(call) for name, call in calls.items()} == dict.fromkeys(calls, "nothing")
+    for wrong in ("two", "", "0"):
+        monkeypatch.setenv("WORLD_SIZE", wrong)
+        for call in (lambda: seqpar.Sharding(16), lambda: seqpar.init_mesh(device_type="cpu")):
+            assert message_of(call).startswith(f"ValueError: WORLD_SIZE={wrong!r}: expected the number of ranks")
+
+
+def test_a_worker_of_a_loader_starts_no_process_group(started: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the environment of its rank, and would take the rank's place among the workers of the other ranks."""
+    under_torchrun(monkeypatch, 8)
+    monkeypatch.setattr(startup, "get_worker_info", lambda: "a worker")
+    message = message_of(lambda: seqpar.init_mesh(ring=-1, device_type="cpu"))
+    assert message.startswith("RuntimeError: init_mesh: this process is a worker of a DataLoader") and not started
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [

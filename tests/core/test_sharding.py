@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -110,41 +109,64 @@ def simulated(rank: int, ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor, str]]):
-    """Each item is what a worker gets out of its sharding: the positions, a shard and an error of its own world's."""
+class Tokens(torch.utils.data.Dataset[dict[str, Any]]):
+    """Each item is what a spawned worker gets out of its sharding, and what it raises."""
 
-    def __init__(self, sharding: Any) -> None:
-        self.sharding = sharding
+    def __init__(self, sharding: Any, balanced: Any) -> None:
+        self.sharding, self.balanced = sharding, balanced
 
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, str]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         sharding = self.sharding
-        of_worker = sharding.positions(), sharding.shard(torch.arange(46).view(23, 2), 0)
-        assert sharding.lengths[2] == sharding.seq_local == len(of_worker[0]) and sum(sharding.lengths) == 23
-        for call in (lambda: seqpar.shard(torch.zeros(1, 23), sharding=sharding), lambda: pickle.dumps(sharding)):
-            with pytest.raises(TypeError, match=r"WorkerSharding\(seq_len=23, layout='zigzag', ranks=4, rank=2\)"):
-                call()
+        full = torch.arange(46).view(23, 2)
+        assert sharding.lengths[2] == sharding.seq_local and sum(sharding.lengths) == 23
+        assert torch.equal(seqpar.shard(full, 0, sharding=sharding), sharding.shard(full, 0))
+        assert torch.equal(seqpar.positions(sharding=sharding), sharding.positions())
+        x = torch.zeros(1, sharding.seq_local, 2, 4)
+        pickled = pickle.loads(pickle.dumps(sharding))
+        refused: dict[str, Callable[[], Any]] = {
+            "a file": pickled.positions,
+            "check=True": lambda: sharding.shard(full, 0, check=True),
+            "unshard": lambda: sharding.unshard(x),
+            "no process group is running": lambda: seqpar.attention(x, x, x, sharding=sharding),
+            "WORLD_SIZE=4": lambda: Sharding(23),
+            "init_mesh": lambda: seqpar.init_mesh(ring=-1, device_type="cpu"),
+        }
+        found: dict[str, Any] = {name: message_of(call) for name, call in refused.items()}
         with simulated(1, 4):
-            return *of_worker, message_of(sharding.positions)
+            found["own groups"] = message_of(sharding.positions)
+        of_given_rank = seqpar.Sharding.balanced(Mask.causal(), 23, ranks=4, rank=2)
+        return {
+            **found,
+            "positions": [sharding.positions(), self.balanced.positions(), of_given_rank.positions()],
+            "shard": sharding.shard(full, 0),
+        }
 
 
 @pytest.mark.slow
-def test_a_worker_has_the_tokens_of_the_rank_that_started_it() -> None:
+def test_a_spawned_worker_has_the_tokens_of_the_rank_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
     with simulated(2, 4):
-        sharding = Sharding(23, "zigzag")
-        loader = torch.utils.data.DataLoader(
-            Tokens(sharding), num_workers=1, batch_size=None, multiprocessing_context="spawn"
-        )
-        ((positions, shard, message),) = loader
+        sharding, balanced = Sharding(23, "zigzag"), Sharding.balanced(Mask.causal(), 23)
+        tokens = Tokens(sharding, balanced)
+        (found,) = torch.utils.data.DataLoader(tokens, num_workers=1, batch_size=None, multiprocessing_context="spawn")
+        positions, of_balanced, of_given_rank = found.pop("positions")
         assert torch.equal(positions, sharding.positions())
-        assert torch.equal(shard, sharding.shard(torch.arange(46).view(23, 2), 0))
-        assert "made by rank 2 of 4 in the process that started this one" in message
-        for kept in (sharding, Tokens(sharding)):  # in a file or for another rank
-            with pytest.raises(TypeError, match=r"Sharding\(23, 'zigzag'.*make it again, from its seq_len and layout"):
-                pickle.dumps(kept)
+        assert torch.equal(of_balanced, balanced.positions()) and torch.equal(of_given_rank, of_balanced)
+        assert torch.equal(found.pop("shard"), sharding.shard(torch.arange(46).view(23, 2), 0))
+        assert "made by rank 2 of 4 in the process that started this one" in found.pop("own groups")
+        assert "rank 2 of 4 pickled it" in found.pop("a file")
+        for name, message in found.items():
+            assert name in message and "nothing" not in message, (name, message)
         assert copy.copy(sharding) is sharding
+        pickled = pickle.loads(pickle.dumps(sharding))  # as for another rank
+        for call in (pickled.positions, lambda: pickled.lengths, lambda: seqpar.shard(positions, 0, sharding=pickled)):
+            assert "which has process groups of its own; make a seqpar.Sharding" in message_of(call)
+        explicit = pickle.loads(pickle.dumps(Sharding.balanced(Mask.causal(), 23, ranks=4, rank=2)))
+        assert torch.equal(explicit.positions(), of_balanced)
 
 
 def test_a_destroyed_world() -> None:

@@ -38,9 +38,8 @@ from seqpar.hf import batch as hf_batch
 from seqpar.hf.accelerate import _BASE, _SFT, _is_of_trl
 from seqpar.placement import balanced
 
-from ..pool import Pool, on_ranks
+from ..pool import Pool, may_have_children, on_ranks
 from .random_rows import draw, loader_of
-from .test_data import may_have_children
 from .workers import HYBRIDS, VOCAB, make_batch, tiny
 
 pytestmark = pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 from unittest import mock
@@ -31,23 +29,12 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 import seqpar.hf
 from seqpar.schedule.plan import AttentionPlan
 
-from ..pool import Pool, mesh_of, on_ranks
+from ..pool import Pool, may_have_children, mesh_of, on_ranks
 from .random_rows import draw, loader_of
 from .workers import tiny
 
 pytestmark = pytest.mark.slow
 LENGTH, DP = 8, 2
-
-
-@contextmanager
-def may_have_children() -> Iterator[None]:
-    """In the block, this worker may start the workers of a data loader. Daemon processes may not do that otherwise."""
-    config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    before, config["daemon"] = config.get("daemon"), False
-    try:
-        yield
-    finally:
-        config["daemon"] = before
 
 
 def documents_of(values: list[int]) -> list[dict[str, list[int]]]:
