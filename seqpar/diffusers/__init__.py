@@ -4,7 +4,7 @@
 ``seqpar.sync_gradients``, DDP or FSDP2.
 """
 
-from .patch import parallelize, restore
+from .patch import gather, parallelize, restore
 from .plans import Across, Cut, Plan
 
-__all__ = ["Across", "Cut", "Plan", "parallelize", "restore"]
+__all__ = ["Across", "Cut", "Plan", "gather", "parallelize", "restore"]

@@ -134,6 +134,42 @@ def restore(model: Model) -> Model:
     return model
 
 
+def gather(model: nn.Module, x: Tensor, streams: str | tuple[str, ...] = "image", *, dim: int = 1) -> Tensor:
+    """All tokens of a tensor that a forward hook got inside of a parallelized model, in the order of one device.
+
+    From the first block to the last, a module gets and returns this rank's tokens only. A loss of such values, as in
+    feature distillation, needs the tokens of all ranks: call this in the hook, on every rank. The gradients are then
+    one device's, by the convention of all gradients.
+
+    Args:
+        model: the parallelized model, or a wrapper around it.
+        x: this rank's tokens, ``[batch, tokens, ...]`` unless ``dim`` says otherwise.
+        streams: which tokens, as the model's plan calls them: "image", "text", or the joined streams in their order,
+            such as ``("text", "image")``.
+        dim: the dimension of the tokens.
+
+    Returns:
+        ``x`` with the tokens of all ranks.
+
+    Raises:
+        ValueError: the model is not parallelized, its plan has no such stream, or ``x`` has another number of tokens
+            than this rank.
+        RuntimeError: no call of the model is running, or its tokens have not been cut yet.
+
+    Examples:
+        >>> features = []
+        >>> def hook(module, args, output):
+        ...     features.append(gather(transformer, output, "image"))
+        >>> handle = transformer.blocks[8].register_forward_hook(hook)  # doctest: +SKIP
+    """
+    patch = next((vars(m)[_OWN] for m in model.modules() if _OWN in vars(m)), None)
+    if not isinstance(patch, Patch):
+        raise ValueError(
+            f"model={type(model).__name__}: it is not parallelized; call seqpar.diffusers.parallelize first"
+        )
+    return patch.gather(x, (streams,) if isinstance(streams, str) else tuple(streams), dim)
+
+
 def _transformers(model: Any, plan: Plan | None = None) -> list[tuple[str, nn.Module]]:
     """The transformers that ``model`` is or holds, each with what errors call it."""
     if isinstance(model, nn.Module):
@@ -234,6 +270,22 @@ class Patch:
         else:
             cause = "it was called outside of a call of the parallelized model; call the model, or restore it first"
         raise RuntimeError(f"{what}: {cause}")
+
+    @no_compile
+    def gather(self, x: Tensor, streams: tuple[str, ...], dim: int) -> Tensor:
+        call = self.now("gather").call
+        if unknown := [stream for stream in streams if stream not in self.plan.streams]:
+            raise ValueError(f"streams={streams}: the plan has no {unknown[0]!r}, only {', '.join(self.plan.streams)}")
+        if uncut := [stream for stream in streams if stream not in call.lengths]:
+            raise RuntimeError(f"gather: the {uncut[0]} tokens have not been cut yet, so every rank holds all of them")
+        lengths = [call.sharding((stream,)).seq_local for stream in streams]
+        if x.shape[dim] != sum(lengths):
+            raise ValueError(
+                f"x: {x.shape[dim]} tokens along dim {dim}, but this rank holds {lengths} tokens of {streams}; name "
+                "the streams of x in their order, or leave out gather where every rank holds all tokens"
+            )
+        parts = zip(x.split(lengths, dim), streams, strict=True)
+        return torch.cat([call.whole(part, stream, dim) for part, stream in parts], dim)
 
     def undo(self) -> None:
         if found := self.replaced(self.model):

@@ -84,24 +84,30 @@ class Plan:
     padded_stream: str = "text"
 
     def __post_init__(self) -> None:
-        cut: set[str] = set()
         for module, cuts in self.cuts.items():
             for argument, value in cuts.items():
                 for each in value if isinstance(value, tuple) else (value,):
                     if not isinstance(each, Cut):
                         raise TypeError(f"plan: cuts[{module!r}][{argument!r}]={each!r}: expected a Cut")
-                    cut.update((each.streams,) if isinstance(each.streams, str) else each.streams)
+        cut = self.streams
         used = {self.output_stream, *self.other_outputs.values()} | ({self.padded_stream} if self.padding else set())
         for module, streams in self.attention.items():
             if isinstance(streams, str):
                 raise ValueError(f"plan: attention[{module!r}]={streams!r}: expected a tuple, such as ({streams!r},)")
             used.update((streams.queries, streams.keys) if isinstance(streams, Across) else streams)
-        if unknown := sorted(used - cut):
-            raise ValueError(f"plan: no argument is cut for the stream {unknown[0]!r}, only for {sorted(cut)}")
+        if unknown := sorted(used - {*cut}):
+            raise ValueError(f"plan: no argument is cut for the stream {unknown[0]!r}, only for {cut}")
         if self.padding is not None and self.padding[0] not in self.cuts:
             raise ValueError(
                 f"plan: padding={self.padding!r}: its module has no cuts; modules with cuts: {[*self.cuts]}"
             )
+
+    @property
+    def streams(self) -> list[str]:
+        """The names of the streams, sorted."""
+        cuts = [cut for of_module in self.cuts.values() for cut in of_module.values()]
+        each = [cut for x in cuts for cut in (x if isinstance(x, tuple) else (x,))]
+        return sorted({name for x in each for name in ((x.streams,) if isinstance(x.streams, str) else x.streams)})
 
 
 IMAGE, TEXT, AUDIO = Cut("image"), Cut("text"), Cut("audio")

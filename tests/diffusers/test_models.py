@@ -28,7 +28,7 @@ from ..pool import Pool, on_ranks
 from .models import FLOAT32, MASKED, MODELS, ONE_STREAM, ROUNDED, UNPADDED, Case, available, make
 
 diffusers = pytest.importorskip("diffusers")
-from seqpar.diffusers import Across, Plan, parallelize, patch, restore  # noqa: E402
+from seqpar.diffusers import Across, Plan, gather, parallelize, patch, restore  # noqa: E402
 from seqpar.diffusers.plans import PLANS, plan_of  # noqa: E402
 
 
@@ -352,4 +352,54 @@ def compare_in(group: ProcessGroup, name: str) -> dict[str, float]:
 def test_what_other_packages_do_with_a_model(pool: Pool) -> None:
     for name in SURROUNDINGS:
         for found in pool.run(2, compare_in, name):
+            assert all(error < 3e-7 for error in found.values()), (name, found)
+
+
+# A module inside of each model, its streams, and their dimension.
+TAPPED = {
+    "wan": ("blocks.0", "image", 1),
+    "flux": ("single_transformer_blocks.0.proj_out", ("text", "image"), 1),
+    "sd35": ("transformer_blocks.0.attn.to_q", "image", -2),
+    "ltx2": ("transformer_blocks.1.audio_ff", "audio", 1),
+    "z_image": ("layers.0", "tokens", 1),
+}
+
+
+@on_ranks
+def compare_features(group: ProcessGroup, model_name: str, checkpoints: bool) -> dict[str, float]:
+    """A loss of the output and of what a forward hook sees, on one process and parallelized."""
+    name, streams, dim = TAPPED[model_name]
+    model, inputs = make(Case(model_name, text=2), 5)
+    if checkpoints:
+        model.enable_gradient_checkpointing()
+    seen: list[Tensor] = []
+    parallel = False
+
+    def see(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(gather(model, output, streams, dim=dim) if parallel else output)
+
+    handle = model.get_submodule(name).register_forward_hook(see)
+
+    def step() -> tuple[Tensor, dict[str, Tensor]]:
+        seen.clear()
+        model.zero_grad()
+        out = output(model, inputs)
+        (out.square().mean() + seen[0].pow(3).mean()).backward()
+        return seen[0].detach(), weights(model)
+
+    features, grads = step()
+    parallelize(model, group=group)
+    parallel = True
+    sharded, _ = step()
+    sync_gradients(model, group=group)
+    parallel = False
+    assert sharded.shape == features.shape
+    handle.remove()
+    return {"features": distance({"": sharded}, {"": features}), "weights": distance(weights(model), grads)}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gathered_features_have_the_gradients_of_one_process(pool: Pool, world: int) -> None:
+    for name in TAPPED:
+        for found in pool.run(world, compare_features, name, name in ("flux", "wan")):
             assert all(error < 3e-7 for error in found.values()), (name, found)

@@ -18,7 +18,7 @@ from ..pool import Pool, on_ranks
 from .models import Case, available, make
 
 diffusers = pytest.importorskip("diffusers")
-from seqpar.diffusers import Cut, Plan, parallelize, restore  # noqa: E402
+from seqpar.diffusers import Cut, Plan, gather, parallelize, restore  # noqa: E402
 from seqpar.diffusers.plans import PLANS  # noqa: E402
 
 WAN = PLANS["WanTransformer3DModel"]
@@ -270,6 +270,25 @@ def test_what_replaced_a_forward_is_named() -> None:
         assert "was replaced by" in message_of(lambda: restore(model))
         module.forward = ours
         assert torch.equal(call(model, inputs), expected)
+
+
+def test_gather_refuses_what_is_no_share() -> None:
+    model, inputs = make(Case("wan"), 0)
+    x = torch.zeros(2, 45, 3)
+    assert "it is not parallelized" in message_of(lambda: gather(model, x))
+    parallelize(model)
+    assert "outside of a call" in message_of(lambda: gather(model, x))
+
+    def told(name: str, *args: Any) -> str:
+        handle = model.get_submodule(name).register_forward_hook(lambda *_: gather(model, *args))
+        try:
+            return message_of(lambda: call(model, inputs))
+        finally:
+            handle.remove()
+
+    assert "have not been cut yet" in told("patch_embedding", x)
+    assert "no 'text', only image" in told("blocks.0", x, "text")
+    assert "44 tokens along dim 1, but this rank holds [45] tokens of ('image',)" in told("blocks.0", x[:, 1:])
 
 
 def test_parallelize_twice_and_restore() -> None:
