@@ -77,6 +77,7 @@ def assert_error(
     half = dtype.itemsize == 2
     units = UNITS * torch.finfo(torch.float32 if half else dtype).eps + half * HALF_UNITS * torch.finfo(dtype).eps
     limit = FACTOR * rounding + units * size + torch.finfo(dtype).tiny
+    assert limit <= 0.05 * size, f"{what}: no fault would be found within {limit:.1e} (of one process {rounding:.1e})"
     MARGINS.add(error / limit, what)
     assert error <= limit, f"{what}: error {error:.1e}, allowed {limit:.1e} (rounding of one process {rounding:.1e})"
 

@@ -29,12 +29,12 @@ import seqpar.hf
 
 from ..pool import Pool, mesh_of, on_ranks
 from .workers import (
-    GRADIENT,
     HYBRIDS,
-    LOSS,
     Result,
     Rows,
     check,
+    check_gradients,
+    check_loss,
     check_step,
     gradients,
     make_batch,
@@ -44,7 +44,6 @@ from .workers import (
     one_device_of,
     tiny,
     trained,
-    worst,
 )
 
 pytestmark = pytest.mark.slow
@@ -221,7 +220,7 @@ def averaged_by_hand(group: ProcessGroup, expected: Result) -> None:
         for p in model.parameters():
             dist.all_reduce(p.grad, group=group)
             p.grad /= group.size() if option == "mean" else 1
-        assert worst(gradients(model), expected.gradients) < GRADIENT, option
+        check_gradients(gradients(model), expected, option)
 
 
 def test_option_gradients(pool: Pool) -> None:
@@ -257,10 +256,10 @@ def checkpointed(
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     ours = [model(**seqpar.hf.shard_batch(batch, group=group)).loss for batch in batches]
     for loss, of_one in zip(ours, losses, strict=True):
-        assert abs(loss.item() - of_one) < LOSS
+        check_loss(loss.item(), of_one)
         (loss / 2).backward()
     seqpar.sync_gradients(model, group=group)
-    assert worst(gradients(model), expected.gradients) < GRADIENT
+    check_gradients(gradients(model), expected)
 
 
 @pytest.mark.parametrize(
@@ -329,10 +328,10 @@ def compiled(
         in_full = what == "model" and number == 1
         loss = model(**(batch if in_full else seqpar.hf.shard_batch(batch, group=group))).loss
         (loss / len(batches)).backward()
-        assert abs(loss.item() - of_one) < LOSS
+        check_loss(loss.item(), of_one)
         first = first or graphs
     seqpar.sync_gradients(model, group=group)
-    assert worst(gradients(model), expected.gradients) < GRADIENT
+    check_gradients(gradients(model), expected)
     return first, graphs
 
 
@@ -398,11 +397,11 @@ def pipelined(group: ProcessGroup, batch: Batch, expected: Result) -> None:
         schedule.step(local["input_ids"], **arguments)
     else:
         schedule.step(target=local["labels"], losses=losses, **arguments)
-        assert abs(sum(x.item() for x in losses) - expected.loss) < LOSS
+        check_loss(sum(x.item() for x in losses), expected.loss)
     seqpar.sync_gradients(part, group=sequence)
     here = set(map(id, part.parameters()))
     ours = {name: p.grad for name, p in model.named_parameters() if id(p) in here and p.grad is not None}
-    assert worst(ours, {name: expected.gradients[name] for name in ours}) < GRADIENT
+    check_gradients(ours, expected._replace(gradients={name: expected.gradients[name] for name in ours}))
 
 
 @pytest.mark.parametrize("how", ["plain", "right", "documents"])

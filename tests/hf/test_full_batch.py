@@ -22,14 +22,15 @@ import seqpar.hf
 from seqpar.hf.logits import MissingLogits
 
 from ..pool import Pool, mesh_of, on_ranks
+from ..reference import assert_close
 from .workers import (
     IN_PLACE,
-    LOSS,
     PARALLELIZE,
     Case,
     Result,
     check,
     check_cases,
+    check_loss,
     check_step,
     expected_of,
     gradients,
@@ -40,7 +41,6 @@ from .workers import (
 )
 
 pytestmark = pytest.mark.slow
-LOGITS = 1e-4
 CASES: dict[int, list[Case]] = {
     1: [("llama", "ring-zigzag", "plain")],
     2: [
@@ -84,7 +84,9 @@ def counted(group: ProcessGroup, expected: float) -> None:
         model(batch["input_ids"], None, batch["position_ids"], labels=batch["labels"], use_cache=True).loss.item(),
         model(**batch, return_dict=False)[0].item(),
     ]
-    assert losses == pytest.approx([expected] * 5, abs=LOSS)
+    assert len(losses) == 5
+    for loss in losses:
+        check_loss(loss, expected)
 
 
 def test_loss_of_other_batches(pool: Pool) -> None:
@@ -116,7 +118,7 @@ def inferred(group: ProcessGroup, kind: str, strategy: str, how: str, expected: 
     real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()  # other outputs may differ
 
     def equal(ours: Tensor, theirs: Tensor, where: Tensor = real) -> None:
-        torch.testing.assert_close(ours[where], theirs[where], atol=LOGITS, rtol=0)
+        assert_close(ours[where], theirs[where])
 
     output = model(**batch)
     equal(output.logits, logits)
@@ -208,12 +210,12 @@ def with_outputs(group: ProcessGroup, logits: Tensor, expected: Result) -> None:
     assert isinstance(local(**batch).logits, MissingLogits)
     labels = batch.pop("labels")
     positions = seqpar.Sharding(45, "zigzag", group=group).positions()
-    torch.testing.assert_close(local(**batch).logits, logits[:, positions], atol=LOGITS, rtol=0)
+    assert_close(local(**batch).logits, logits[:, positions])
     full = seqpar.hf.parallelize(tiny("llama"), group=group, outputs="full")
     for return_dict in (True, False):
         full.zero_grad()
         output = full(**batch, labels=labels, return_dict=return_dict)
-        torch.testing.assert_close(output[1], logits, atol=LOGITS, rtol=0)
+        assert_close(output[1], logits)
         output[0].backward()
         seqpar.sync_gradients(full, group=group)
         check(Result(output[0].item(), gradients(full)), expected)
@@ -234,7 +236,7 @@ def composed(group: ProcessGroup, expected: Result) -> None:
             model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
         seqpar.hf.parallelize(model, group=group)
         if how == "peft":
-            assert abs(model(**make_batch("packed")).loss.item() - expected.loss) < LOSS
+            check_loss(model(**make_batch("packed")).loss.item(), expected.loss)
         else:
             check_step(group, model, make_batch("packed"), expected, how)
 
@@ -297,4 +299,4 @@ def test_attn_implementation_of_from_pretrained(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set by seqpar.hf.parallelize\(model\)"):
         model(**batch)
     seqpar.hf.parallelize(model)
-    assert abs(model(**batch).loss.item() - one_device_of("llama", "packed").loss) < LOSS
+    check_loss(model(**batch).loss.item(), one_device_of("llama", "packed").loss)

@@ -27,10 +27,21 @@ from seqpar.hf.logits import fused_cross_entropy
 
 from ..live_bytes import LiveBytes
 from ..pool import Pool, on_ranks
-from .workers import GRADIENT, LOSS, VOCAB, Result, gradients, make_batch, tiny, trained, worst
+from ..reference import assert_close
+from .workers import (
+    VOCAB,
+    Result,
+    check,
+    check_gradients,
+    check_loss,
+    gradients,
+    make_batch,
+    rounding_of,
+    tiny,
+    trained,
+)
 
 pytestmark = pytest.mark.slow
-VALUE = 1e-4
 Llama, Qwen3Moe = transformers.LlamaForCausalLM, transformers.Qwen3MoeForCausalLM
 
 
@@ -188,7 +199,7 @@ def check_losses(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Re
         outer: Any = DistributedDataParallel(model, process_group=group) if how == "ddp" else model
         if how == "evaluated":
             with torch.inference_mode():
-                assert model(**given).loss.item() == pytest.approx(expected.loss, abs=LOSS * abs(expected.loss)), name
+                check_loss(model(**given).loss.item(), expected.loss, name)
             seqpar.hf.restore(model)
             continue
         if how == "shard_batch":
@@ -199,11 +210,11 @@ def check_losses(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Re
             seqpar.sync_gradients(model, group=group)
         assert set(seqpar.hf.restore(model).state_dict()) == set(MODELS[name]().state_dict())
         ours, grads, what = gradients(model), expected.gradients, (name, batch, how)
-        assert loss.item() == pytest.approx(expected.loss, abs=LOSS * max(1, abs(expected.loss)), nan_ok=True), what
+        check_loss(loss.item(), expected.loss, *what)
         if batch.startswith("no labels") or batch == "divisor 0":
             assert not any(x.any() for x in (*ours.values(), *grads.values())), what
         else:
-            assert worst(ours, grads) < GRADIENT, what
+            check_gradients(ours, expected, *what)
 
 
 RIGHT = [
@@ -306,7 +317,7 @@ def test_losses_in_forwards_of_transformers(what: str) -> None:
     expected = trained(model, batch)
     model.zero_grad()
     ours = trained(seqpar.hf.parallelize(model, strategy="local"), batch)
-    assert ours.loss == pytest.approx(expected.loss, abs=LOSS) and worst(ours.gradients, expected.gradients) < GRADIENT
+    check(ours, expected)
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -406,8 +417,8 @@ def log_probs(group: ProcessGroup, kind: str, how: str, batches: Any, wrapper: s
     some_loss(ours, at).backward()
     if wrapper == "none":
         seqpar.sync_gradients(model, group=group)
-    torch.testing.assert_close(ours, expected[at], atol=VALUE, rtol=0)
-    assert worst(gradients(model), gradients(plain)) < GRADIENT
+    assert_close(ours, expected[at])
+    check_gradients(gradients(model), Result(0.0, gradients(plain), rounding_of(kind)))
 
 
 @pytest.mark.parametrize(
@@ -438,9 +449,9 @@ def other_log_probs(group: ProcessGroup) -> None:
         (seqpar.hf.shard_batch(batch, group=group), local),
     ]
     for given, expected in pairs:
-        torch.testing.assert_close(seqpar.hf.token_log_probs(model, given), expected, atol=VALUE, rtol=0)
+        assert_close(seqpar.hf.token_log_probs(model, given), expected)
     seqpar.hf.parallelize(seqpar.hf.restore(model), group=group, outputs="local")
-    torch.testing.assert_close(seqpar.hf.token_log_probs(model, batch), local, atol=VALUE, rtol=0)
+    assert_close(seqpar.hf.token_log_probs(model, batch), local)
     with pytest.raises(ValueError, match="does not predict the next token"):
         seqpar.hf.token_log_probs(seqpar.hf.parallelize(tiny("bert"), group=group), unlabelled)
 

@@ -27,7 +27,7 @@ from seqpar.hf import attention as hf_attention
 from seqpar.hf.attention import mask_of_function
 
 from ..pool import Pool, on_ranks
-from .workers import LOSS, Result, check_step, trained
+from .workers import Result, check_loss, check_step, trained
 from .workers import make_batch as make_text
 from .workers import tiny as make_text_model
 
@@ -172,7 +172,7 @@ def test_another_attention_before_parallelize() -> None:
     model.set_attn_implementation("sdpa")
     expected = model(**make_batch("plain")).loss.item()
     loss = seqpar.hf.parallelize(model, strategy="local")(**make_batch("plain")).loss.item()
-    assert abs(loss - expected) < LOSS
+    check_loss(loss, expected)
 
 
 @pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers 5.23")

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -27,6 +27,7 @@ from seqpar.hf import mixers
 from seqpar.strategies.auto import sends_states
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
+from ..reference import assert_error, nudge
 from .families import Family, make_batch, one_process, tiny
 
 MODELS = {
@@ -59,7 +60,6 @@ MODELS = {
 # One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba; indexers,
 # with a layer that reuses the indices of another.
 KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba", "glm_moe_dsa")
-TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True)
@@ -84,22 +84,37 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([g.detach().flatten().double() for g in grads])
 
 
+class Expected(NamedTuple):
+    """The loss of one process, its gradients in one vector, and the rounding of the gradients.
+
+    The rounding is the norm of the change with the last unit of the weights, relative to the norm of the gradients.
+    """
+
+    loss: float
+    gradients: Tensor
+    rounding: float
+
+
 @cache
-def one_process_of(model: str, batch: str) -> tuple[float, Tensor]:
-    """The loss and the gradients without this package. Tests call it in the parent process."""
+def one_process_of(model: str, batch: str) -> Expected:
+    """A step without this package. Tests call it in the parent process."""
     reference = tiny(Case(model, batch).family)
     loss = one_process(reference, make_batch(batch, True, reference), True)
-    return loss, gradients(reference)
+    first = gradients(reference)
+    reference.zero_grad()
+    nudge(reference.parameters())
+    one_process(reference, make_batch(batch, True, reference), True)
+    return Expected(loss, first, float((gradients(reference) - first).norm() / first.norm()))
 
 
 @on_ranks
 def errors(
-    group: ProcessGroup, cases: list[tuple[Case, tuple[float, Tensor]]], degrees: tuple[int, ...] = ()
+    group: ProcessGroup, cases: list[tuple[Case, Expected]], degrees: tuple[int, ...] = ()
 ) -> list[tuple[float, float]]:
     """For each case the relative error of the loss, and of all gradients together. ``degrees`` are of a mesh."""
     ranks: Any = {"mesh": mesh_of(*degrees)} if degrees else {"group": group}
     found = []
-    for case, (expected_loss, expected) in cases:
+    for case, (expected_loss, expected, _) in cases:
         model = tiny(case.family)
         if case.how == "checkpoint":
             model.gradient_checkpointing_enable()
@@ -115,11 +130,18 @@ def errors(
     return found
 
 
+def check_errors(loss: float, grads: float, rounding: float, *what: object) -> None:
+    """Check the relative errors of a loss and of all gradients together."""
+    name = " ".join(map(str, what))
+    assert_error(loss, 0.0, f"loss {name}")
+    assert_error(grads, rounding, f"gradients {name}")
+
+
 def check(pool: Pool, world: int, cases: list[Case], *degrees: int) -> None:
     with_expected = [(case, one_process_of(case.model, case.batch)) for case in cases]
     for by_case in pool.run(world, errors, with_expected, degrees):
-        for case, (loss, grads) in zip(cases, by_case, strict=True):
-            assert loss < TOLERANCE and grads < TOLERANCE, (case, world, loss, grads)
+        for (case, expected), (loss, grads) in zip(with_expected, by_case, strict=True):
+            check_errors(loss, grads, expected.rounding, case, world)
 
 
 @pytest.mark.slow

@@ -31,12 +31,12 @@ from seqpar.hf.logits import MissingLogits
 
 from ..live_bytes import LiveBytes
 from ..pool import OwnPool, Pool, limit_waits, mesh_of, on_ranks, start
+from ..reference import assert_close
 from .test_accelerate import torchrun
 from .test_compose import fsdp1, fsdp1_gradients, shard_fully
-from .workers import PARALLELIZE, Result, check, gradients, make_batch, tiny
+from .workers import PARALLELIZE, Result, check, gradients, make_batch, rounded, rounding_of, tiny
 
 pytestmark = pytest.mark.slow
-OUTPUT = 1e-4
 
 
 def batch_of(rank: int, how: str) -> dict[str, Tensor]:
@@ -46,10 +46,15 @@ def batch_of(rank: int, how: str) -> dict[str, Tensor]:
 
 def one_device(world: int, kind: str, how: str) -> list[Result]:
     """For each batch its loss, and the gradients of the mean of the weighted losses."""
-    model = tiny(kind)
-    losses = [model(**batch_of(rank, how), use_cache=False).loss for rank in range(world)]
-    (torch.stack([(1 + rank) * loss for rank, loss in enumerate(losses)]).mean()).backward()
-    return [Result(loss.item(), gradients(model)) for loss in losses]
+    model, losses = tiny(kind), list[Tensor]()
+
+    def step() -> float:
+        losses[:] = [model(**batch_of(rank, how), use_cache=False).loss for rank in range(world)]
+        torch.stack([(1 + rank) * loss for rank, loss in enumerate(losses)]).mean().backward()
+        return 0.0
+
+    result = rounded(model, step)
+    return [result._replace(loss=loss.item()) for loss in losses]
 
 
 @on_ranks
@@ -121,7 +126,7 @@ def inferred(group: ProcessGroup) -> None:
     real = batch["attention_mask"].bool()
 
     def equal(ours: Tensor, theirs: Tensor) -> None:
-        torch.testing.assert_close(ours[real], theirs[real], atol=OUTPUT, rtol=0)
+        assert_close(ours[real], theirs[real])
 
     with torch.no_grad():
         expected = plain(**batch, output_hidden_states=True, use_cache=False)
@@ -131,7 +136,7 @@ def inferred(group: ProcessGroup) -> None:
             equal(ours, theirs)
         equal(output.logits, expected.logits)
         last = model(**batch, logits_to_keep=5).logits
-        torch.testing.assert_close(last, expected.logits[:, -5:], atol=OUTPUT, rtol=0)
+        assert_close(last, expected.logits[:, -5:])
         assert isinstance(model(**batch, labels=batch["input_ids"]).logits, MissingLogits)
         prompt: dict[str, Any] = {name: x[:1] for name, x in batch.items()}
         prompt.update(max_new_tokens=5 + 3 * rank, do_sample=False, eos_token_id=None)
@@ -175,8 +180,9 @@ def classified(group: ProcessGroup, batches: Any, user_loss: bool) -> None:
     output = model(**by_rank[at])
     output.loss.backward()
     seqpar.sync_gradients(model, group=group)
-    torch.testing.assert_close(output.logits, expected[at].logits, atol=OUTPUT, rtol=0)
-    check(Result(output.loss.item(), gradients(model)), Result(expected[at].loss.item(), gradients(plain)))
+    assert_close(output.logits, expected[at].logits)
+    one = Result(expected[at].loss.item(), gradients(plain), rounding_of("llama"))
+    check(Result(output.loss.item(), gradients(model)), one)
 
 
 @pytest.mark.parametrize("user_loss", [False, True])

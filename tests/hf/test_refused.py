@@ -38,7 +38,7 @@ from seqpar.hf.batch import Cut, shard_for_rank
 from seqpar.ranks.rendezvous import missing_message
 
 from ..pool import Pool, on_ranks
-from .workers import LOSS, VOCAB, Result, check_step, make_batch, one_device_of, tiny, trained
+from .workers import VOCAB, Result, check_loss, check_step, make_batch, one_device_of, tiny, trained
 
 pytestmark = pytest.mark.slow
 
@@ -402,7 +402,7 @@ def test_refused(what: str) -> None:
 def test_own_names_of_functions_of_transformers() -> None:
     """As for kernels of the hub: the name is new, the functions are not."""
     model = with_functions("mine", sdpa_attention_forward, sdpa_mask)
-    assert abs(call(model).loss.item() - one_device_of("llama", "plain").loss) < LOSS
+    check_loss(call(model).loss.item(), one_device_of("llama", "plain").loss)
 
 
 def test_short_rows_of_llama4() -> None:
@@ -428,9 +428,7 @@ def test_layers_that_count_tokens_in_long_rows(first: int) -> None:
     model = tiny("llama")
     model.model.layers[1].mlp = CountsInLongRows(model.model.layers[1].mlp, first)
     ours = parallel(copy.deepcopy(model))
-    assert ours(**make_batch("plain", first)).loss.item() == pytest.approx(
-        model(**make_batch("plain", first)).loss.item(), abs=LOSS
-    )
+    check_loss(ours(**make_batch("plain", first)).loss.item(), model(**make_batch("plain", first)).loss.item())
     words = rf"a row of {first + 1} tokens: layer 'model.layers.1.mlp' \(CountsInLongRows\) .* more than {first} tokens"
     with pytest.raises(ValueError, match=words):
         ours(**make_batch("plain", first + 1))
@@ -558,7 +556,7 @@ def test_a_name_tells_nothing() -> None:
     for name, words in (("MambaMixer", "mlp"), ("SparseIndexer", "self_attn.o_proj"), ("Pooler", "input_layernorm")):
         module = model.model.layers[0].get_submodule(words)
         module.__class__ = type(name, (type(module),), {})
-    assert parallel(model)(**batch).loss.item() == pytest.approx(expected, abs=LOSS)
+    check_loss(parallel(model)(**batch).loss.item(), expected)
 
 
 class Packed(nn.Module):
@@ -592,7 +590,8 @@ def test_trial_run_after_a_call(kind: str) -> None:
         warnings.simplefilter("error")
         parallel(model)
     again = model(**batch, output_hidden_states=True)
-    assert abs(again.loss.item() - expected.item()) < LOSS and len(again.hidden_states) == 3
+    check_loss(again.loss.item(), expected.item())
+    assert len(again.hidden_states) == 3
     seqpar.hf.restore(model)  # so that no other test finds its router loss
 
 
@@ -624,7 +623,7 @@ def called_directly(group: ProcessGroup, batch: dict[str, Tensor], expected: Res
     check_step(group, Forward(model), batch, expected)
     twin, other = copy.deepcopy(model), tiny("llama", seed=3)
     twin.load_state_dict(other.state_dict())
-    assert abs(twin.forward(**batch).loss.item() - other(**batch).loss.item()) < LOSS
+    check_loss(twin.forward(**batch).loss.item(), other(**batch).loss.item())
     seqpar.hf.restore(model)
     assert "forward" not in vars(model)
 
