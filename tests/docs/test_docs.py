@@ -21,6 +21,8 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
+import seqpar
+
 from ..pool import OwnPool, Pool, on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +117,45 @@ def test_a_page_runs(pool: Pool, own: OwnPool, page: str, tmp_path: Path) -> Non
         return
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
         process.submit(_run_page_in, tmp_path, page).result(120)
+
+
+@on_ranks
+def _errors_of_kept_functions(group: ProcessGroup) -> tuple[float, float, list[bool]]:
+    """The errors of attention after the function on docs/migrating.md, with its own layout and with "zigzag".
+
+    Also, for a mesh of 2 x 2 ranks: whether the tokens that yunchang's functions give this rank are the named layouts'.
+    """
+    source = next(x for _, x in _blocks("docs/migrating.md") if "def extract_local" in x)
+    page: dict[str, Any] = {"__name__": "page"}
+    try:
+        exec(compile(source, "docs/migrating.md", "exec"), page)
+    finally:
+        torch.set_default_device(None)
+    mask = page["Mask"].documents(page["cu_seqlens"])
+    scores = torch.einsum("qhd,khd->hqk", page["row"][0], page["row"][1]) / 4
+    weights = scores.masked_fill(~mask.dense(128), -torch.inf).softmax(-1)
+    whole = torch.einsum("hqk,khd->qhd", weights, page["row"][2])
+    expected = page["extract_local"](whole, page["rank"])[None]
+    zigzag = seqpar.Sharding(128, "zigzag", mesh=page["mesh"])
+    wrong = seqpar.ring_attention(page["q"], page["k"], page["v"], mask=mask, sharding=zigzag)
+    mesh, positions = seqpar.init_mesh(ring=2, ulysses=2), torch.arange(128)
+    ring, ulysses = divmod(group.rank(), 2)
+    chunks = positions.chunk(4)
+    theirs = {
+        "contiguous": chunks[group.rank()],
+        "zigzag": torch.cat([chunks[ring], chunks[3 - ring]]).chunk(2)[ulysses],
+        "striped": positions.reshape(64, 2).t().flatten().chunk(4)[group.rank()],
+    }
+    shardings = {layout: seqpar.Sharding(128, layout, mesh=mesh) for layout in theirs}
+    same = [shardings[layout].positions().tolist() == held.tolist() for layout, held in theirs.items()]
+    return float((page["out"] - expected).abs().max()), float((wrong - expected).abs().max()), same
+
+
+@pytest.mark.slow
+def test_a_kept_sharding_function_needs_its_own_layout(own: OwnPool) -> None:
+    results = own.pool.run(4, _errors_of_kept_functions)
+    assert all(right < 1e-13 and wrong > 0.1 for right, wrong, _ in results)
+    assert [all(same) for same in zip(*(same for _, _, same in results), strict=True)] == [True, False, False]
 
 
 @pytest.mark.slow
