@@ -22,9 +22,9 @@ from seqpar.placement.balanced import balanced_layout
 from seqpar.placement.layout import Layout
 from seqpar.planner.hardware import HARDWARE
 from seqpar.planner.layer import attention_seconds
-from seqpar.planner.model import ModelShape
 from seqpar.planner.pairs import visible_pairs
 from seqpar.planner.setting import Setting
+from seqpar.planner.shape import ModelShape
 
 RANKS, SEEDS, TOKENS = (8, 16, 32, 64, 128, 256), range(6), 8192
 MODEL, GPU = ModelShape("64:8", 1, 8192, 64, 8, 128, 1, 1), HARDWARE["h100"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from seqpar.planner.hardware import HARDWARE
 from seqpar.planner.layer import RankTimeline
-from seqpar.planner.model import ModelShape
 from seqpar.planner.setting import Setting
+from seqpar.planner.shape import ModelShape
 from seqpar.planner.simulate import Result, Timeline
 
 A100, H100 = HARDWARE["a100"], HARDWARE["h100"]

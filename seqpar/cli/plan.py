@@ -38,7 +38,7 @@ def plan(
         str | None,
         typer.Option(
             help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}.",
-            show_default="causal; full for models of diffusers",
+            show_default="causal, or full for a model whose attention is not",
         ),
     ] = None,
     global_batch: Annotated[
@@ -116,7 +116,7 @@ def plan(
         with bad_options():
             typer.echo(made.code())
     else:
-        for line in table(made, mask or ("full" if made.model.diffusion else "causal"), top):
+        for line in table(made, mask or ("causal" if made.model.causal else "full"), top):
             typer.echo(line)
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")

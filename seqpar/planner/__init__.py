@@ -1,19 +1,19 @@
 """Predicts which strategy is the best at which scale, and why, from the plans that the runtime executes.
 
-``plan`` (``choose.py``) compares every ``Setting`` (``setting.py``): a model (``model.py``) on a cluster
-(``hardware.py``) with one split of the ranks (``splits.py``). For each of these, ``step.py`` predicts the time of a
-training step, ``forecast.py`` its range and ``memory.py`` its memory. The time comes from a simulation
-(``simulate.py``) of one layer of each kind (``layer.py``) and its attention (``attention.py``, ``messages.py``,
-``pairs.py``) or mixer (``mixer.py``, ``mixer_layer.py``).
-``reasons.py`` says why a choice has its place, and ``code.py`` writes it as code. The rule of ``strategy="auto"``
-(``rules.py``) sums up the simulation.
+``plan`` (``choose.py``) compares every ``Setting`` (``setting.py``): a model (``shape.py``; ``model.py`` finds one by
+name, ``count.py`` counts it) on a cluster (``hardware.py``) with one split of the ranks (``splits.py``). For each,
+``step.py`` predicts the time of a training step, ``forecast.py`` its range and ``memory.py`` its memory. The time comes
+from a simulation (``simulate.py``) of one layer of each kind (``layer.py``) and its attention (``attention.py``,
+``messages.py``, ``pairs.py``) or mixer (``mixer.py``, ``mixer_layer.py``).
+``reasons.py`` says why a choice has its place, and ``code.py`` writes it as code.
 """
 
 from .choose import Plan, plan
 from .hardware import HARDWARE, Hardware
 from .memory import Memory, Switches
 from .mixer import Mixer
-from .model import MODELS, Kind, ModelShape
+from .model import MODELS
+from .shape import Kind, ModelShape
 from .step import Choice
 
 __all__ = [

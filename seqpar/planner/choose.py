@@ -15,10 +15,11 @@ from .code import code
 from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of
 from .memory import RECOMPUTE, Memory, Switches, longest_sequence, memory
-from .model import ModelShape, model_of
+from .model import model_of
 from .pairs import visible_pairs
 from .reasons import human_tokens, reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
+from .shape import ModelShape
 from .splits import LONGEST_RING, allowed_switches, settings, splits
 from .step import Choice
 
@@ -135,7 +136,8 @@ def plan(
             if both are in one attention.
         ranks: GPUs of all replicas.
         hardware: a name ("a100", "h100", "h200", "b200", "mi300x"), a YAML or JSON file, a dict or a ``Hardware``.
-        mask: which keys each query sees; by default ``Mask.causal()``, and ``Mask.full()`` for models of diffusers.
+        mask: which keys each query sees; by default ``Mask.causal()``, and ``Mask.full()`` for models whose attention
+            is not causal, such as BERT and models of diffusers.
         global_batch: sequences of a step. Replicas that compute fewer at a time accumulate gradients. By default the
             smallest number that every choice that fits can compute.
         batch: sequences that each data-parallel replica computes at a time.
@@ -146,8 +148,8 @@ def plan(
         offload: whether saved activations are kept in host memory until backward. By default only where it is needed.
         chunked_loss: whether logits are computed for some tokens at a time.
         tiled_mlp: whether the MLP is computed for some tokens at a time. By default only where it is needed.
-        head_groups: in how many groups of heads the projections and attention are computed. By default in one, or more
-            where it is needed.
+        head_groups: in how many groups of heads the projections and attention are computed, a divisor of the KV heads.
+            By default in one, or up to four where it is needed.
         state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer. It is 16 for AdamW
             with float32 weights that are gathered in bfloat16 (FSDP2 with a mixed-precision policy), 18 with bfloat16
             copies besides (DeepSpeed), and 8 for AdamW all in bfloat16.
@@ -161,7 +163,7 @@ def plan(
         >>> plan.best.strategy, plan.best.degrees, plan.best.reason
     """
     shape, gpus = model_of(model), hardware_of(hardware)
-    mask = (Mask.full() if shape.diffusion else Mask.causal()) if mask is None else mask
+    mask = (Mask.causal() if shape.causal else Mask.full()) if mask is None else mask
     numbers = {"seq_len": seq_len, "ranks": ranks, "batch": batch}
     optional = {"global_batch": global_batch, "replicas": replicas, "head_groups": head_groups}
     for name, value in {**numbers, **{k: x for k, x in optional.items() if x is not None}}.items():
@@ -190,7 +192,10 @@ def plan(
     base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
     kinds = [(kind.layers, seen) for kind, seen in shape.masks(mask, seq_len) if kind.attention]
     pairs = sum(count * visible_pairs(seen, seq_len) for count, seen in kinds) // shape.layers
-    switches = allowed_switches(recompute, offload, chunked_loss, tiled_mlp, head_groups)
+    if head_groups and head_groups > 1 and (shape.kv_rank or shape.kv_heads % head_groups):
+        heads = "no KV heads, but latents" if shape.kv_rank else f"{shape.kv_heads} KV heads"
+        raise ValueError(f"head_groups={head_groups}: expected a divisor of the KV heads, and {shape.name} has {heads}")
+    switches = allowed_switches(shape, recompute, offload, chunked_loss, tiled_mlp, head_groups)
     # What seqpar.diffusers and the models' own gradient checkpointing have; Memory changes layers with attention only.
     if shape.diffusion or shape.mixer:
         plain = [x for x in switches if not (x.offload or x.tiled_mlp or x.head_groups > 1)]

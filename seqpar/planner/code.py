@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..masks.mask import Mask
 from .hardware import Hardware
 from .memory import TILE_TOKENS, Switches
-from .model import ModelShape
 from .setting import WEIGHTS
+from .shape import ModelShape
 from .step import Choice
 
 # The names of ``seqpar.attention``'s backends, where they differ from the names of kernels in ``hardware.json``.

@@ -92,6 +92,7 @@ def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "vocab": 0,
         "gated": blocks.gated,
         "diffusion": True,
+        "causal": False,
         "cross_tokens": TEXT_TOKENS if blocks.cross else 0,
         "other_weights": sum(others),
     }

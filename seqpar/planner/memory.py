@@ -12,8 +12,8 @@ from typing import Literal, get_args
 
 from ..placement.heads import Heads
 from .hardware import Hardware
-from .model import ModelShape
 from .setting import ELEMENT_BYTES, FLOAT32_BYTES, GRADIENT_BYTES, Setting
+from .shape import ModelShape
 
 Recompute = Literal["none", "keep_attention", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)

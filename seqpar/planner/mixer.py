@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..base.checks import check_int
+
 _DELTA_CHUNK = 64  # tokens, in flash-linear-attention and transformers
 
 
@@ -170,6 +172,21 @@ _ROWS: dict[str, Callable[[Size, int], Mixer]] = {
 }
 
 
-def mixer_of(config: Mapping[str, Any], size: Size, hidden: int) -> Mixer | None:
-    """The mixer of a configuration; None if it has none of these."""
-    return next((make(size, hidden) for entry, make in _ROWS.items() if config.get(entry) is not None), None)
+def mixer_of(entries: Mapping[str, Any], hidden: int) -> Mixer | None:
+    """The mixer of a configuration with these entries; None if it has none of these.
+
+    Raises:
+        ValueError: the configuration lacks a size.
+    """
+
+    def size(*names: str, default: int | None = None) -> int:
+        """The first of the entries ``names`` that the configuration has. Model types name their sizes differently."""
+        for name in names:
+            if entries.get(name) is not None:
+                check_int(f"model: {name}", entries[name], 1)
+                return int(entries[name])
+        if default is None:
+            raise ValueError(f"model: the configuration has no {names[0]}; add it")
+        return default
+
+    return next((make(size, hidden) for entry, make in _ROWS.items() if entries.get(entry) is not None), None)

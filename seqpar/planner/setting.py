@@ -12,8 +12,8 @@ from ..masks.mask import Mask
 from ..placement.layout import Assigned, Layout, TokenLayout, ranges_to_positions
 from ..ranks.mesh import ranks_per_host
 from .hardware import Hardware
-from .model import PLAIN, Kind, ModelShape
 from .pairs import computed_pairs
+from .shape import PLAIN, Kind, ModelShape
 
 # The two levels of links, as ``Choice.bytes_sent`` names them.
 WITHIN, BETWEEN = "within_host", "between_hosts"

@@ -11,6 +11,7 @@ from ..placement.balanced import balanced_layout
 from ..placement.layout import Assigned, Layout
 from .memory import RECOMPUTE, Switches
 from .setting import Setting
+from .shape import ModelShape
 
 LONGEST_RING = 1024  # ranks; the time of a simulation is proportional to the length of the ring
 # The slowest rank's share of the work, relative to the mean.
@@ -75,12 +76,18 @@ _balanced_layout = lru_cache(maxsize=256)(balanced_layout)  # splits that differ
 
 
 def allowed_switches(
-    recompute: str | None, offload: bool | None, chunked_loss: bool, tiled_mlp: bool | None, head_groups: int | None
+    model: ModelShape,
+    recompute: str | None,
+    offload: bool | None,
+    chunked_loss: bool,
+    tiled_mlp: bool | None,
+    head_groups: int | None,
 ) -> list[Switches]:
     """Every combination of switches that the arguments of ``plan`` allow, the least recomputation first.
 
     Projections by groups of heads save little unless whole layers are recomputed and the MLP is tiled.
     """
+    most = 1 if model.kv_rank else max(n for n in range(1, HEAD_GROUPS + 1) if model.kv_heads % n == 0)
     found = []
     for how in RECOMPUTE:
         if recompute not in (None, how):
@@ -89,12 +96,12 @@ def allowed_switches(
             if offloaded and how == "none":
                 continue  # a layer keeps more than can be copied while it is computed
             found.append(Switches(how, offloaded, chunked_loss, tiled, head_groups or 1))
-            if head_groups is None and tiled and how == RECOMPUTE[-1]:
-                found.append(Switches(how, offloaded, chunked_loss, tiled, HEAD_GROUPS))
+            if head_groups is None and most > 1 and tiled and how == RECOMPUTE[-1]:
+                found.append(Switches(how, offloaded, chunked_loss, tiled, most))
     return found
 
 
-HEAD_GROUPS = 4  # the number of groups that is compared with all heads at once
+HEAD_GROUPS = 4  # the most groups that are compared with all heads at once
 
 
 def _values(given: bool | None) -> tuple[bool, ...]:

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import seqpar
 from seqpar import Mask
 from seqpar.planner.diffusion import CLASSES, TEXT_TOKENS
-from seqpar.planner.model import MODELS, ModelShape, model_of
+from seqpar.planner.model import MODELS, model_of
+from seqpar.planner.shape import ModelShape
 
 diffusers = pytest.importorskip("diffusers")
 

@@ -15,8 +15,8 @@ from seqpar.memory.switches import Checkpoint
 from seqpar.memory.tiles import tile_mlp
 from seqpar.planner import memory as counts
 from seqpar.planner.memory import Recompute, Switches
-from seqpar.planner.model import ModelShape
 from seqpar.planner.setting import Setting
+from seqpar.planner.shape import ModelShape
 
 from ..live_bytes import LiveBytes
 from ..settings import H100

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from seqpar.planner.model import ModelShape
+from seqpar.planner.shape import ModelShape
 
 
 def paper_activations(

@@ -18,9 +18,10 @@ from seqpar.planner.hardware import HARDWARE, AttentionRate
 from seqpar.planner.layer import attention_seconds
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix
-from seqpar.planner.model import MODELS, ModelShape
+from seqpar.planner.model import MODELS
 from seqpar.planner.pairs import visible_pairs
 from seqpar.planner.setting import Setting
+from seqpar.planner.shape import ModelShape
 from seqpar.planner.step import StepCost, step
 
 LEFT_OUT = {

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 from seqpar.planner.memory import _mlp_elements, layer_activations
-from seqpar.planner.model import ModelShape
 from seqpar.planner.setting import Setting
+from seqpar.planner.shape import ModelShape
 
 from ..pool import Pool, on_ranks
 from ..settings import H100

@@ -25,8 +25,9 @@ from seqpar.planner.memory import Switches, layer_activations
 from seqpar.planner.messages import RankPlace
 from seqpar.planner.mixer import Mixer
 from seqpar.planner.mixer_layer import MixerTimeline
-from seqpar.planner.model import MODELS, Kind, ModelShape, model_of
+from seqpar.planner.model import MODELS, model_of
 from seqpar.planner.setting import BETWEEN, WITHIN, Setting
+from seqpar.planner.shape import Kind, ModelShape
 from seqpar.planner.simulate import Timeline
 from seqpar.planner.step import StepCost, step
 
@@ -52,7 +53,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_next": {**DELTA, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
     "olmo_hybrid": {**DELTA, "layer_types": ["linear_attention", "full_attention"] * 2},
-    "kimi_linear": {**LATENT, "q_lora_rank": None, "num_experts": 4, "linear_head_dim": 16, "linear_num_heads": 6},
+    "kimi_linear": {
+        **LATENT, "q_lora_rank": None, "num_experts": 4, "num_experts_per_token": 2, "linear_head_dim": 16,
+        "linear_num_heads": 6, "layer_types": ["linear_attention", "full_attention"] * 2,
+    },
     "nemotron_h": {
         "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "mamba_num_heads": 8,
         "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
@@ -70,14 +74,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2, **EXPERTS, "moe_intermediate_size": 32,
         "num_dense_layers": 1,
     },
-    "deepseek_v32": {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "deepseek_v32": {
+        **LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1,
+    },
     "glm_moe_dsa": {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "index_topk_freq": 2},
 }  # fmt: skip
 
 
 def shape_of(kind: str) -> ModelShape:
-    types = {"layer_types": ["linear_attention", "full_attention"] * 2} if kind == "kimi_linear" else {}
-    return model_of({"model_type": kind, **SIZES, **CONFIGS[kind], **types})
+    return model_of({"model_type": kind, **SIZES, **CONFIGS[kind]})
 
 
 def transformers_config(kind: str) -> Any:
@@ -87,16 +93,17 @@ def transformers_config(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_weights_are_those_of_transformers(kind: str) -> None:
-    """Of matrices, but for routers; and the same from the config object and from its ``config.json``."""
+    """All; besides norms, biases and routers those of matrices; the same from the config object and its entries."""
     config = transformers_config(kind)
     with torch.device("meta"):
         model = sys.modules["transformers"].AutoModelForCausalLM.from_config(config)
-    counted = sum(
+    others = sum(
         p.numel() for name, p in model.named_parameters()
-        if p.dim() > 1 and "gate.weight" not in name and "router" not in name and "A_log" not in name
+        if p.dim() == 1 or any(word in name for word in ("gate.weight", "router", "A_log"))
     )  # fmt: skip
     shape = model_of(config)
-    assert shape.parameters == counted
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.other_weights == others
     assert model_of(config.to_diff_dict()) == shape
 
 
@@ -150,13 +157,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
 def test_a_mixer_keeps_what_autograd_keeps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of transformers' layers on two ranks, within 5 %, with functions that keep what the kernels do."""
     mixer, file = module_of(kind)
+    shape = model_of(transformers_config(kind))
     with simulated(2, 0, 2, monkeypatch) as group:
         options = {"sharding": Sharding(128, "contiguous", group=group), "mask": None}
         for name, kernel in KERNELS.items():
             monkeypatch.setattr(file, name, partial(_FUNCTIONS[name].sharded, kernel, options), raising=False)
         x = torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True)
         kept = saved_bytes(mixer, x)
-    shape = model_of(transformers_config(kind))
     setting = Setting(shape, H100, Mask.causal(), 128, 2, ulysses=2, kind=MIXER._replace(mlp=False))
     input_of_norm = x.nbytes  # the norm's output is what the mixer reads
     assert layer_activations(setting) - input_of_norm == pytest.approx(kept, rel=0.05)
@@ -382,20 +389,16 @@ def test_an_indexer_limits_the_pairs_of_attention() -> None:
     [
         (
             "minimax",
-            {"layer_types": ["linear_attention"] * 4},
-            "linear_attention layers of model_type='minimax' are not",
+            {"layer_types": ["linear_attention", "full_attention"] * 2, **EXPERTS, "num_local_experts": 4},
+            "layer 'model.layers.0' .MiniMaxDecoderLayer. has matrices of .* besides attention: not those of an MLP",
         ),
-        ("zamba2", {**MAMBA_2, "layers_block_type": ["mamba", "hybrid"] * 2}, "zamba2.*share their weights"),
-        (
-            "deepseek_v4",
-            {"layer_types": ["compressed_sparse_attention"] * 4},
-            "'compressed_sparse_attention' layers are",
-        ),
-        ("nemotron_h", {**CONFIGS["nemotron_h"], "moe_latent_size": 8}, "moe_latent_size"),
-        ("qwen3_next", {**DELTA, "linear_key_head_dim": None}, "has no linear_key_head_dim; add it"),
-        ("kimi_linear", CONFIGS["kimi_linear"], "which layers have attention; add layer_types"),
+        ("albert", {"embedding_size": 64}, "layers that share their weights"),
+        ("nemotron_h", {**CONFIGS["nemotron_h"], "moe_latent_size": 8}, "besides attention: not those of an MLP"),
+        ("qwen3_next", {**DELTA, "linear_key_head_dim": None}, "linear_key_head_dim"),
+        ("gemma4_text", {"global_head_dim": 32}, "layers that differ in their attention|besides attention"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(kind: str, others: dict[str, Any], message: str) -> None:
+    pytest.importorskip("transformers")
     with pytest.raises(ValueError, match=message):
         model_of({"model_type": kind, **SIZES, **others})

@@ -25,11 +25,13 @@ from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import BETWEEN, WEIGHTS, WITHIN, Setting
-from seqpar.planner.splits import settings
+from seqpar.planner.splits import allowed_switches, settings
 from seqpar.planner.step import Choice, StepCost, step
 
 from ..settings import H100
-from .test_models import CONFIGS
+
+NARROW = replace(MODELS["llama3-8b"], kv_heads=2)
+LATENT = replace(MODELS["llama3-8b"], kv_heads=32, kv_rank=512, shared_dim=64)
 
 planned = cache(seqpar.plan)
 
@@ -93,6 +95,17 @@ def test_offloading_is_recommended_where_nothing_else_fits() -> None:
     assert plan.best.switches.offload and not plan.best.needs
     assert all(x.switches.recompute != "none" for x in plan.choices if x.switches.offload)
     assert any(not x.switches.offload and not x.fits for x in shown(plan.choices))
+
+
+def test_groups_of_heads_divide_the_kv_heads() -> None:
+    """Also where nothing fits, so that every way to save memory is compared."""
+    for kv_heads, groups in ((1, 1), (2, 2), (4, 4), (6, 3), (8, 4)):
+        shape = replace(NARROW, heads=24, kv_heads=kv_heads)
+        assert max(x.head_groups for x in allowed_switches(shape, None, None, True, None, None)) == groups
+        plan = seqpar.plan(shape, 1 << 22, 2, offload=False)
+        assert not plan.choices[0].possible and plan.shortage
+    assert max(x.head_groups for x in allowed_switches(LATENT, None, None, True, None, None)) == 1
+    assert {x.switches.head_groups for x in seqpar.plan(NARROW, 1 << 16, 8, head_groups=2).choices} == {2}
 
 
 def test_waits_for_weights_name_pipeline_parallelism() -> None:
@@ -219,13 +232,13 @@ def test_documents_need_less_than_one_sequence() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"model": "deepseek-v3.2"}, "256 experts in a layer, .* at most 128"),
+        ({"model": "llama3-9b"}, r"did you mean 'llama3-8b'.*, or pass the path of the model's config\.json"),
         (
-            {"model": {**CONFIGS["mixtral-8x7b"][0], "layer_types": ["linear_attention"]}},
-            "linear_attention layers of model_type='mixtral' are not modelled",
+            {"model": NARROW, "head_groups": 4},
+            "head_groups=4: expected a divisor of the KV .* 2 KV heads",
         ),
-        ({"model": CONFIGS["deepseek-v3"][0]}, "256 experts in a layer, .* at most 128"),
-        ({"model": "llama3-9b"}, "did you mean 'llama3-8b'"),
-        ({"model": {"hidden_size": 8, "num_attention_heads": 2}}, "no num_hidden_layers"),
+        ({"model": LATENT, "head_groups": 2}, "head_groups=2: .* has no KV heads, but latents"),
         ({"hardware": "h1000"}, "did you mean 'h100'.*, or pass a YAML or JSON file with the rates of your GPUs"),
         ({"hardware": {"network": 1e9}}, "name a base"),
         ({"hardware": {"base": "h100", "netwrok": 1e9}}, "did you mean 'network'"),

@@ -17,9 +17,9 @@ from seqpar.placement.layout import LAYOUTS, Assigned, Layout, TokenLayout
 from seqpar.planner.layer import RankTimeline
 from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import mask_of
-from seqpar.planner.model import ModelShape
 from seqpar.planner.pairs import computed_pairs, visible_pairs
 from seqpar.planner.setting import BETWEEN, WITHIN, Setting
+from seqpar.planner.shape import ModelShape
 from seqpar.planner.simulate import Task, Timeline, simulate
 from seqpar.planner.step import step
 

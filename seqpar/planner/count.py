@@ -1,0 +1,448 @@
+"""``counted_shape``: the sizes of a model of transformers, counted in the model itself.
+
+The model is made on the meta device, where it takes no memory, and runs on a few tokens there. What its layers pass to
+attention gives heads and windows, their parameters give the widths, and PyTorch's counter of FLOPs gives the number of
+weights that a token is multiplied by. If the sizes do not add up to the FLOPs and weights that are counted, the planner
+does not understand one of the layers, and refuses the model.
+
+Only mixers and the number of keys that an indexer chooses are read from entries of the configuration.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..base.checks import check_int
+from .mixer import Mixer, mixer_of
+from .shape import Kind, ModelShape
+
+_NAME = "seqpar_count"  # of the functions of attention and of masks that record
+_TOKENS = 16
+_TOLERANCE, _TOLERANCE_OUTSIDE = 0.02, 0.05  # of the weights that multiply a token, in layers and outside of them
+_SIZES = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "sliding_window",
+)  # fmt: skip
+T = TypeVar("T")
+
+
+def counted_shape(config: Any, name: str) -> ModelShape:
+    """The shape of the model that a configuration of transformers describes.
+
+    Args:
+        config: the entries of a ``config.json``, or a config object.
+        name: the name of the model, for tables.
+
+    Raises:
+        ValueError: transformers is not installed or cannot make and run the model, entries contradict one another, or
+            the planner does not understand a layer.
+    """
+    model = _model(config)
+    entries = model.config.get_text_config().to_dict()
+    run = _Run(model, entries)
+    layers = _layers(run)
+    hidden = _one("hidden size", (x.hidden for x in layers))
+    mixer = mixer_of(entries, hidden)
+    kinds, mlps = Counter[Kind](), list[_Mlp]()
+    for x in layers:
+        has_mixer, mlp = x.find_mixer(mixer), x.mlp()
+        kinds[Kind(1, bool(x.call), has_mixer, bool(mlp), bool(x.window), x.is_indexed, bool(x.indexer))] += 1
+        mlps += [mlp] if mlp else []
+    if not mlps:
+        raise ValueError(f"model: no layer of {run.of} has an MLP")
+    _one("kind of MLP", (mlp.gated for mlp in mlps))
+    dense, sparse = ([mlp for mlp in mlps if bool(mlp.experts) is has] for has in (False, True))
+    widest = _one("MLP", sparse or dense)
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    words = getattr(head, "weight", None)  # [vocab, hidden]
+    if not isinstance(words, Tensor) or words.shape[1] != hidden:
+        raise ValueError(f"model: {run.of} has no language model head that reads the layers' hidden states")
+    window = _one("window", (x.window for x in layers if x.window), 0)
+    found = tuple(kind._replace(layers=n) for kind, n in kinds.items())
+    shape = ModelShape(
+        name,
+        len(layers),
+        hidden,
+        intermediate=widest.width,
+        vocab=len(words),
+        gated=widest.gated,
+        tied=words is embedding.weight,
+        experts=widest.experts,
+        active_experts=widest.active,
+        shared_width=widest.shared,
+        dense_layers=len(dense) if sparse else 0,
+        dense_width=_one("MLP", dense).width if sparse and dense else 0,
+        kinds=() if {*kinds} == {Kind()} else found,
+        local_tokens=window,
+        chunked=0 < window == entries.get("attention_chunk_size"),
+        mixer=mixer if any(kind.mixer for kind in found) else None,
+        causal=_one("direction of attention", (x.call.causal for x in layers if x.call)),
+        index_keys=entries["index_topk"] if any(kind.indexed for kind in found) else 0,
+        **_one("attention", (x.attention() for x in layers if x.call))._asdict(),
+        **_one("indexer", (x.index() for x in layers if x.indexer), _Index())._asdict(),
+    )
+    of_layers = sum(run.flops(x.module) - x.flops_apart for x in layers)
+    outside = run.flops() - sum(run.flops(x.module) for x in layers)
+    head_weights = shape.vocab * hidden
+    explained = shape.multiplied_parameters - head_weights - (shape.count("mixer") * mixer.weights if mixer else 0)
+    for what, counted, known, tolerance in (
+        ("the layers", of_layers, explained, _TOLERANCE * explained),
+        ("what is outside of layers", outside, head_weights, _TOLERANCE_OUTSIDE * run.flops()),
+    ):
+        if abs(counted - known) > tolerance:
+            raise ValueError(
+                f"model: in {what} of {run.of} a token is multiplied by {counted:,.0f} weights, but by {known:,.0f} in "
+                "attention, MLPs and head of the sizes that the planner found; something there is not modelled"
+            )
+    weights = sum(p.numel() for p in model.parameters())
+    if weights < shape.parameters:
+        raise ValueError(
+            f"model: {run.of} has {weights:,} weights, but layers of the sizes that the planner found have "
+            f"{shape.parameters:,}; it has something that is not modelled"
+        )
+    return replace(shape, other_weights=weights - shape.parameters)
+
+
+# The model and its run
+
+
+def _model(config: Any) -> Any:
+    """The model of a configuration on the meta device."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ValueError(
+            "model: the sizes are counted in the model of the configuration, which needs transformers (pip install "
+            "transformers); or pass a seqpar.ModelShape, or a name that `seqpar plan --help` lists"
+        ) from error
+    if isinstance(config, Mapping):
+        kind = config.get("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            version = transformers.__version__
+            raise ValueError(f"model: model_type={kind!r} is none that transformers {version} has; add or correct it")
+        config = _tried(partial(transformers.CONFIG_MAPPING[kind].from_dict, {**config}), f"model_type={kind!r}")
+    autos = (
+        transformers.AutoModelForCausalLM,
+        transformers.AutoModelForMaskedLM,
+        transformers.AutoModelForImageTextToText,
+    )
+    text = config.get_text_config()
+    for size in (text.attribute_map.get(name, name) for name in _SIZES):
+        if isinstance(value := vars(text).get(size), int):
+            check_int(f"model: {size}", value, 1)
+    auto = next((auto for auto in autos if type(config) in auto._model_mapping), None)
+    if auto is None:
+        raise ValueError(f"model: transformers has no language model for model_type={config.model_type!r}")
+    with torch.device("meta"):
+        return _tried(partial(auto.from_config, config, attn_implementation="eager"), f"{type(config).__name__}")
+
+
+def _tried(function: Callable[[], T], what: str) -> T:
+    """The result of a function of transformers, which raises errors of many types for entries that do not fit."""
+    from transformers import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # that kernels are missing does not matter here
+    try:
+        return function()
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model: {what}: transformers raises {type(error).__name__}: {reason}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+class _Call(NamedTuple):
+    """What a layer passes to attention: the shapes of q, k and v, its window (0: none) and whether it is causal."""
+
+    module: nn.Module
+    q: torch.Size
+    k: torch.Size
+    v: torch.Size
+    window: int
+    causal: bool
+    is_own: bool  # whether the layer chooses the keys, by indices or a mask of its own
+
+
+class _Run(TorchDispatchMode):
+    """A forward of a model on the meta device, of one row of ``_TOKENS`` tokens, and what it records."""
+
+    def __init__(self, model: Any, entries: Mapping[str, Any]) -> None:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model, self.entries, self.of = model, entries, type(model).__name__
+        self.names = {module: name for name, module in model.named_modules()}
+        self.calls: list[_Call] = []
+        self.hidden = dict[nn.Module, int]()  # of the modules that ran
+        self._masks: list[tuple[Tensor, int, bool]] = []  # of the model: their window, and whether they are causal
+        self._counter = FlopCounterMode(display=False)
+        AttentionInterface.register(_NAME, self._attend)
+        AttentionMaskInterface.register(_NAME, self._mask)
+        hooks = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.names]
+        tokens = torch.empty(1, _TOKENS, dtype=torch.int64, device="meta")
+        try:
+            model.set_attn_implementation(_NAME)
+            model.set_experts_implementation("batched_mm")
+            with torch.no_grad(), self._counter, self:
+                sizes = ", ".join(f"{name}={x}" for name in _SIZES if (x := entries.get(name)) is not None)
+                _tried(partial(model.eval(), input_ids=tokens, use_cache=False), f"{self.of} of {sizes}")
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return True  # models ask whether all of a mask is set: the row has one document and no padding
+        if func is aten.topk.default and args[1] > args[0].shape[-1]:
+            chosen = self.entries_of(args[1], "per") or args[1]
+            raise ValueError(f"{chosen}: expected at most {args[0].shape[-1]}, of which as many are chosen")
+        return func(*args, **(kwargs or {}))
+
+    def entries_of(self, value: int, word: str) -> str:
+        """The entries of the configuration with a value, for errors."""
+        return ", ".join(f"{name}={x}" for name, x in self.entries.items() if x == value and word in name)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module in self.hidden and self.hidden[module] and next(module.parameters(), None) is not None:
+            self.hidden[module] *= -1  # it runs again
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        self.hidden.setdefault(
+            module, next((x.shape[2] for x in given if x.shape[:2] == (1, _TOKENS) and x.dim() == 3), 0)
+        )
+
+    def _mask(self, *args: Any, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Tensor:
+        mask = torch.empty(1, 1, _TOKENS, _TOKENS, dtype=torch.bool, device="meta")
+        first, second = (torch.tensor(i, device="cpu") for i in range(2))
+        try:
+            causal = not mask_function(first, first, first, second)
+        except NotImplementedError:  # the mask of chunks, which is causal, reads a tensor on the meta device
+            causal = True
+        self._masks.append((mask, local_size or 0, causal))
+        return mask
+
+    def _attend(
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        found = next((x for x in self._masks if x[0] is attention_mask), None)
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        _, window, causal = found or (None, 0, bool(causal))
+        is_own = attention_mask is not None and not found
+        is_own = is_own or any("indices" in name and x is not None for name, x in kwargs.items())
+        window = kwargs.get("sliding_window") or window
+        self.calls.append(_Call(module, q.shape, k.shape, v.shape, window, causal, is_own))
+        return q.new_empty(len(q), q.shape[2], q.shape[1], v.shape[3]), None
+
+    def flops(self, module: nn.Module | None = None) -> float:
+        """The number of weights that a token is multiplied by in a module, by default in the model."""
+        name = f"{self.of}.{self.names[module]}" if module else "Global"
+        return sum(self._counter.flop_counts.get(name, {}).values()) / (2 * _TOKENS)
+
+
+# Its layers
+
+
+class _Attention(NamedTuple):
+    """The fields of ``ModelShape`` of attention."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    q_rank: int
+    kv_rank: int
+    shared_dim: int
+    gated_attention: bool
+
+
+class _Index(NamedTuple):
+    """The fields of ``ModelShape`` of an indexer."""
+
+    index_heads: int = 0
+    index_dim: int = 0
+
+
+class _Mlp(NamedTuple):
+    """The sizes of the MLP of a layer, as in ``ModelShape``."""
+
+    width: int
+    gated: bool
+    experts: int = 0
+    active: int = 0
+    shared: int = 0
+
+
+def _layers(run: _Run) -> list[_Layer]:
+    """The layers that ran, in order."""
+    if not run.calls:
+        raise ValueError(
+            f"model: no layer of {run.of} calls attention through transformers' AttentionInterface, as "
+            "seqpar.hf.parallelize needs it"
+        )
+    if max(Counter(call.module for call in run.calls).values()) > 1:
+        raise ValueError(f"model: {run.of} has layers that share their weights, which is not modelled")
+    stacks = dict.fromkeys(_stack(run.names[call.module]) for call in run.calls)
+    if len(stacks) > 1 or None in stacks:
+        raise ValueError(f"model: {run.of} has attention outside of a single list of layers, which is not modelled")
+    stack = next(iter(stacks))
+    layers = [_Layer(run, layer) for layer in run.model.get_submodule(stack).children() if layer in run.hidden]
+    if min(run.hidden[x.module] for x in layers) < 0:
+        raise ValueError(f"model: {run.of} has layers that share their weights, which is not modelled")
+    return layers
+
+
+def _stack(name: str) -> str | None:
+    """The list of layers that a module belongs to."""
+    parts = name.split(".")
+    at = next((i for i in reversed(range(len(parts))) if parts[i].isdigit()), 0)
+    return ".".join(parts[:at]) or None
+
+
+def _one(what: str, values: Iterable[T], default: T | None = None) -> T:
+    """The single value that all layers have, or ``default`` if there are no layers."""
+    found = list(dict.fromkeys(values))
+    if len(found) > 1:
+        raise ValueError(f"model: layers that differ in their {what} are not modelled: {found[0]} and {found[1]}")
+    if not found:
+        assert default is not None
+        return default
+    return found[0]
+
+
+class _Layer:
+    """One layer: which of its children is attention, a mixer, an indexer, and its MLP."""
+
+    def __init__(self, run: _Run, module: nn.Module) -> None:
+        self.run, self.module, self.hidden = run, module, abs(run.hidden[module])
+        self.name = f"layer {run.names[module]!r} ({type(module).__name__})"
+        if not self.hidden:
+            raise ValueError(f"model: {self.name} gets no hidden states of one vector a token, which is not modelled")
+        inside = {*module.modules()}
+        calls = [call for call in run.calls if call.module in inside]
+        if len(calls) > 1:
+            raise ValueError(f"model: {self.name} calls attention {len(calls)} times, which is not modelled")
+        self.call = calls[0] if calls else None
+        if self.call and self.call.is_own and not run.entries.get("index_topk"):
+            raise ValueError(f"model: {self.name} makes a mask of its own, which is not modelled")
+        self.window = self.call.window if self.call else 0
+        self.rest = [child for child in module.children() if child in run.hidden and [*child.parameters()]]
+        self.flops_apart = 0.0  # weights that multiply a token in a mixer, an indexer or a router
+        self.indexer: list[nn.Linear] = []
+        if self.call:
+            self._of_attention = next(x for x in self.rest if self.call.module in {*x.modules()})
+            self.rest.remove(self._of_attention)
+            self._find_indexer()
+
+    @property
+    def is_indexed(self) -> bool:
+        return bool(self.call and self.call.is_own)
+
+    def find_mixer(self, mixer: Mixer | None) -> bool:
+        """Whether a child has the weights of ``mixer``. It is no longer of the rest."""
+        for child in self.rest:
+            if mixer and sum(w.numel() for w in _matrices(child)) == mixer.weights:
+                self.flops_apart += self.run.flops(child)
+                self.rest.remove(child)
+                return True
+        return False
+
+    def _find_indexer(self) -> None:
+        """An indexer has a projection to queries, one to its key, and one to the weights of its heads."""
+        for module in self._of_attention.modules():
+            linear = [x for x in module.children() if isinstance(x, nn.Linear)]
+            sizes = sorted(x.out_features for x in linear)
+            if len(linear) == 3 and self.is_indexed and sizes[0] * sizes[1] == sizes[2]:
+                self.indexer, self.flops_apart = linear, self.run.flops(module)
+
+    def index(self) -> _Index:
+        """The sizes of the indexer: the queries of all heads have as many elements as heads times dimensions."""
+        key, heads = (x for x in self.indexer if x.in_features == self.hidden)
+        if key.out_features < heads.out_features:
+            key, heads = heads, key
+        return _Index(heads.out_features, key.out_features)
+
+    def attention(self) -> _Attention:
+        assert self.call
+        _, q, k, v, *_ = self.call
+        heads, kv_heads, head_dim, v_head_dim = q[1], k[1], q[3], v[3]
+        if q[2] != _TOKENS or k[2] != _TOKENS:
+            raise ValueError(f"model: {self.name} attends with {q[2]} of {_TOKENS} tokens to {k[2]}: not modelled")
+        if kv_heads > heads or heads % kv_heads:
+            entries = self.run.entries_of(kv_heads, "head")
+            raise ValueError(f"model: {entries or kv_heads}: expected a divisor of the {heads} query heads")
+        linear = [
+            (x.in_features, x.out_features)
+            for x in self._of_attention.modules()
+            if isinstance(x, nn.Linear) and x not in self.indexer
+        ]
+        q_rank = next((a for a, b in linear if b == heads * head_dim and a != self.hidden and a < b), 0)
+        latents = [
+            (rank, out - rank)
+            for a, out in linear
+            for rank, b in linear
+            if a == self.hidden and 0 < out - rank < head_dim and b == heads * (head_dim - (out - rank) + v_head_dim)
+        ]
+        kv_rank, shared = latents[0] if latents and heads == kv_heads else (0, 0)
+        found = _Attention(
+            heads, kv_heads, head_dim, v_head_dim * (v_head_dim != head_dim), q_rank, kv_rank, shared, False
+        )
+        size = ModelShape("", 1, self.hidden, intermediate=1, vocab=1, **found._asdict()).attention_parameters
+        weights = sum(w.numel() for w in _matrices(self._of_attention)) - sum(x.weight.numel() for x in self.indexer)
+        return found._replace(gated_attention=weights - size >= self.hidden * heads * v_head_dim)
+
+    def mlp(self) -> _Mlp | None:
+        """The MLP: two equal matrices, or three with a gate, of each expert and of the shared expert."""
+        matrices = [w for child in self.rest for w in _matrices(child)]
+        stacked = [
+            (module, [p for p in module.parameters(recurse=False) if p.dim() == 3])
+            for child in self.rest
+            for module in child.modules()
+            if not isinstance(module, nn.modules.conv._ConvNd)
+        ]
+        stacked = [(module, weights) for module, weights in stacked if weights]
+        if len(stacked) > 1 or any(w.dim() > 2 for w in matrices):
+            raise ValueError(f"model: {self.name} has something besides attention and an MLP, which is not modelled")
+        if not stacked:
+            return _Mlp(*self._width(matrices)) if matrices else None
+        ((module, weights),) = stacked
+        experts = len(weights[0])
+        width, gated = self._width([w[0] for w in weights])
+        active = self.run.flops(module) * experts / sum(w.numel() for w in weights)
+        if active != int(active) or not active:
+            entries = self.run.entries_of(int(active), "per")
+            raise ValueError(f"model: {self.name} computes a token with {active:g} experts ({entries}): not modelled")
+        shared = [w for w in matrices if len(w) > 1]  # without a gate of its result
+        router = next((i for i, w in enumerate(shared) if w.shape == (experts, self.hidden)), None)
+        if router is not None:
+            self.flops_apart += shared.pop(router).numel()
+        shared_width, shared_gated = self._width(shared) if shared else (0, gated)
+        if shared_gated != gated:
+            raise ValueError(f"model: {self.name} has shared experts of another kind, which are not modelled")
+        return _Mlp(width, gated, experts, int(active), shared_width)
+
+    def _width(self, matrices: list[Tensor]) -> tuple[int, bool]:
+        """The width of an MLP with these matrices, and whether it has a gate; up and gate may be in one matrix."""
+        sizes = [w.numel() for w in matrices]
+        width, count = min(sizes) / self.hidden, sum(sizes) / max(1, min(sizes))
+        if count not in (2, 3) or not width or width != int(width):
+            shapes = ", ".join(str(tuple(w.shape)) for w in matrices)
+            raise ValueError(f"model: {self.name} has matrices of {shapes} besides attention: not those of an MLP")
+        return int(width), count == 3
+
+
+def _matrices(module: nn.Module) -> list[Tensor]:
+    """The weights with at least two dimensions of the modules inside a module."""
+    weights = (getattr(x, "weight", None) for x in module.modules())
+    return [w for w in weights if isinstance(w, nn.Parameter) and w.dim() > 1]
