@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -197,7 +197,9 @@ def verify(
             sharding. Every rank computes it by itself, of the rows of all ranks. It returns the loss. Wrappers may
             average its gradients, which are equal on all ranks.
         reference_model: the model that ``reference`` trains, if it is another one, such as the same weights in layers
-            with ``strategy="local"`` for a model with tensor-parallel layers. The names of the parameters are compared.
+            with ``strategy="local"`` for a model with tensor-parallel layers. Parameters with the same name are
+            compared. A parameter that only some ranks have, such as an expert that is named by its number among all
+            experts, is compared on these ranks.
         tolerance: the largest error that counts as equal, relative to the norm of one device's tensor. By default 1e-6
             for float64, 1e-3 for float32, 2e-2 for float16 and 1e-1 for bfloat16, of the parameters' lowest precision.
             A gradient of less than a thousandth of the largest one is compared relative to that thousandth.
@@ -280,7 +282,8 @@ def _compare(
     losses = exchange(ours.loss, group)
     loss = sum(losses) / ranks
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    gradients, cause = compare_gradients(ours, theirs, tolerance, group, device)
+    held = {_ADDED.sub("", name) for name, _ in model.named_parameters()}
+    gradients, cause = compare_gradients(ours, theirs, tolerance, group, device, held)
     if not gradients and not loss_difference(sum(losses), expected_loss, _OF_LOSS * tolerance):
         loss = expected_loss  # the losses are shares of a sum, and the step sums the gradients
     differences = [*loss_difference(loss, expected_loss, _OF_LOSS * tolerance)]
@@ -347,11 +350,17 @@ def _other_losses(losses: Sequence[float], tolerance: float) -> tuple[int, ...]:
 
 
 def compare_gradients(
-    ours: StepResult, theirs: StepResult, tolerance: float, group: ProcessGroup | None, device: torch.device
+    ours: StepResult,
+    theirs: StepResult,
+    tolerance: float,
+    group: ProcessGroup | None,
+    device: torch.device,
+    held: Container[str] | None = None,
 ) -> tuple[list[Difference], str]:
     """Compare the gradients of the sharded model, after they were averaged, with one device's.
 
-    All ranks of ``group`` call it together. It sums tensors on ``device``.
+    All ranks of ``group`` call it together. It sums tensors on ``device``. ``held``: the names of this rank's
+    parameters, if the ranks' may differ: what another rank holds is not compared here.
 
     Returns:
         The gradients that differ on some rank, in the order of the parameters, and what they have in common; or "".
@@ -361,6 +370,11 @@ def compare_gradients(
         gradients = [x.gradients.get(name) for x in (ours, theirs)]
         return [x.full_tensor().cpu() if isinstance(x, DTensor) else x for x in gradients]
 
+    if held is not None:
+        lacking = exchange([name for name in theirs.gradients if name not in held], group)
+        nowhere = set(lacking[0]).intersection(*lacking[1:])
+        compared = {name: g for name, g in theirs.gradients.items() if name in held or name in nowhere}
+        theirs = StepResult(theirs.loss, compared)
     numbers = {name: _products(*pair(name)) for name in {**theirs.gradients, **ours.gradients}}
     least = _LEAST * max((math.sqrt(x[1]) for x in numbers.values()), default=0.0)
     wrong = [name for name, x in numbers.items() if not _error(x, least) <= tolerance]
@@ -374,23 +388,24 @@ def compare_gradients(
         (a, e), (shape, *others) = pairs[name], [x[0] for x in by_rank if x]
         if group is not None and all(other == shape for other in others):  # else each rank has a shard of its own
             a = torch.zeros(shape) if a is None else a
-            total = a.to(device, torch.promote_types(a.dtype, torch.float32), copy=True)
+            total = a.to(device, torch.promote_types(a.dtype, torch.float64), copy=True)
             run(dist.all_reduce, total, group=group)
             a = total.cpu()
-        rows.append([_products(*pairs[name]), _products(a, e), name in ours.gradients, name in theirs.gradients])
+        sums = _products(a, e) if any(x is not None for x in pairs[name]) else [0.0] * 4
+        rows.append([_products(*pairs[name]), sums, name in ours.gradients, name in theirs.gradients])
     found, missing, right = [], list[str](), dict.fromkeys((1, size_of(group)), True)
     for name, by_rank in zip(names, zip(*exchange(rows, group), strict=True), strict=True):
         here, totals, in_ours, in_theirs = zip(*by_rank, strict=True)
         for n in right:
             right[n] &= all(_error(_divided(x, n), least) <= tolerance for x in totals)
-        errors, held = [_error(x, least) for x in here], [x for x in here if any(x)]  # an empty shard has zeros
-        ratios = [_ratio(x) for x in held]
+        errors, shards = [_error(x, least) for x in here], [x for x in here if any(x)]  # an empty shard has zeros
+        ratios = [_ratio(x) for x in shards]
         alike = max(ratios) - min(ratios) <= tolerance * abs(ratios[0])
-        ratio = ratios[0] if alike and all(_is_multiple(x, tolerance) for x in held) else 0.0
+        ratio = ratios[0] if alike and all(_is_multiple(x, tolerance) for x in shards) else 0.0
         why = f"it is {ratio:.4g} times one device's" if ratio else ""
-        if all(in_ours) != all(in_theirs):
+        if in_ours != in_theirs:
             missing.append(name)
-            why = "it has no gradient" if all(in_theirs) else "on one device it has no gradient"
+            why = "it has no gradient" if sum(in_theirs) > sum(in_ours) else "on one device it has no gradient"
         ranks = tuple(i for i, x in enumerate(errors) if not x <= tolerance)
         found.append(Difference("gradient", name, "", (), ranks, max(errors), tolerance, why, ratio=ratio))
     small = (tolerance * least) ** 2  # the square of a norm that is so small that another factor would not show

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from ..base.checks import check_choice, check_module
@@ -24,7 +24,9 @@ from ..ranks.mesh import (
     default_group,
     dimension_group,
     global_ranks,
+    rank_in,
     sequence_group,
+    shown,
     size_of,
 )
 from ..strategies.gemm import sum_dtype
@@ -36,6 +38,8 @@ _BUCKET_BYTES = 64 << 20  # of gradients in one all-reduce, in the dtype in whic
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 Named = list[tuple[str, nn.Parameter]]
+# Parameters, or modules of parameters, that each rank holds alone; or each with the ranks that hold the same one.
+Ignored = Iterable[nn.Parameter | nn.Module] | Mapping[nn.Parameter | nn.Module, ProcessGroup]
 
 
 @operation("sync_gradients")
@@ -45,7 +49,7 @@ def sync_gradients(
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
     reduce: Reduce = "mean",
-    ignore: Iterable[nn.Parameter | nn.Module] = (),
+    ignore: Ignored | None = None,
 ) -> None:
     """Average the gradients of ``module``'s parameters, in place, over the ranks that hold the parameter.
 
@@ -70,22 +74,27 @@ def sync_gradients(
         group: all ranks whose losses are averaged, as a ProcessGroup. With neither, the default group.
         reduce: "sum" if the objective is the sum of the ranks' losses, as where each rank's loss is its share of one
             device's loss.
-        ignore: parameters that differ between the ranks, such as the experts of expert parallelism, or modules of such
-            parameters. Their gradients are left as they are.
+        ignore: parameters that a rank holds alone, such as its experts, or modules of such parameters. Their gradients
+            are left as they are. If several ranks hold the same expert, a dictionary of parameters or modules, each
+            with the group of these ranks: ``{experts: group}``. Their gradients are averaged over this group (with
+            ``reduce="sum"`` summed). ``clip_grad_norm_`` and ``seqpar.hf.verify`` take the same value. An empty list
+            says that there are none, where DDP or FSDP leaves parameters out.
 
     Raises:
         TypeError: a sparse gradient, or an argument of another type.
         ValueError: the ranks' parameters differ in number, name, shape or dtype; a parameter is sharded over the ranks
-            of ``group``; the mesh has a dimension whose ranks may hold other parameters; or no parameter has a
-            gradient on any rank.
+            of ``group``; the mesh has a dimension whose ranks may hold other parameters; no parameter has a gradient on
+            any rank; or DDP or FSDP leaves parameters out, and ``ignore`` does not say whether a rank holds them alone.
         RuntimeError: another rank raised an error on its own gradients.
     """
     ranks = all_ranks_group(mesh, group)
     with propagate_errors(ranks):
         check_choice("reduce", reduce, get_args(Reduce))
         by_ranks = _by_ranks(module, mesh, group, ignore)
-    losses = size_of(ranks) if reduce == "sum" else 1
-    found = [_sync(named, holders, size_of(holders) / losses) for holders, named in by_ranks.items()]  # in one order
+    found = []
+    for (apart, holders), named in by_ranks.items():  # in the same order on every rank
+        losses = 1 if reduce == "mean" else size_of(holders) if apart else size_of(ranks)
+        found.append(_sync(named, holders, size_of(holders) / losses))
     if by_ranks and not any(found):
         raise ValueError(
             f"module={type(module).__name__}: no parameter has a gradient on any rank; call sync_gradients after "
@@ -99,7 +108,7 @@ def average_in_backward(
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
-    ignore: Iterable[nn.Parameter | nn.Module] = (),
+    ignore: Ignored | None = None,
 ) -> ExitStack:
     """Average each gradient over the ranks as soon as backward has computed it, instead of ``sync_gradients``.
 
@@ -125,7 +134,7 @@ def average_in_backward(
         RuntimeError: in backward, the ranks have gradients of different parameters.
     """
     hooks = ExitStack()
-    for ranks, named in _by_ranks(module, mesh, group, ignore).items():
+    for (_, ranks), named in _by_ranks(module, mesh, group, ignore).items():
         if ranks is None:
             continue
         _check_same_parameters(named, ranks)
@@ -150,26 +159,84 @@ def _average_one(name: str, index: int, ranks: ProcessGroup, p: Tensor) -> None:
 
 
 def _by_ranks(
-    module: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None, ignore: Iterable[Any]
-) -> dict[ProcessGroup | None, Named]:
-    """The trainable parameters, by the ranks that hold the same elements of them; None is this rank alone."""
+    module: nn.Module, mesh: DeviceMesh | None, group: ProcessGroup | None, ignore: Ignored | None
+) -> dict[tuple[bool, ProcessGroup | None], Named]:
+    """The trainable parameters, by the ranks that hold the same elements of them; None is this rank alone.
+
+    First the parameters that all ranks hold, then, with True, those of ``ignore`` that some ranks hold.
+    """
     check_module("module", module)
     ranks = all_ranks_group(mesh, group)
-    ignored: set[nn.Parameter] = set()
+    apart = held_apart(module, ignore)
+    sharded, tensor_parallel = shard_groups(module), tensor_parallel_parameters(module)
+    holders: dict[Any, ProcessGroup | None] = {}  # by the given ranks and the groups of the shards
+    by_ranks: dict[tuple[bool, ProcessGroup | None], Named] = {}
+    for name, p in sorted(module.named_parameters(), key=lambda named: named[1] in apart):
+        given = apart.get(p, ranks)
+        if p.requires_grad and not (p in apart and given is None):
+            over = tuple(sharded.get(p, ()))
+            key = (p in apart, given, over)
+            if key not in holders:
+                holders[key] = _holders(name, over, None if p in apart else mesh, given, p in tensor_parallel)
+            one = None if size_of(holders[key]) == 1 else holders[key]
+            by_ranks.setdefault((p in apart, one), []).append((name, p))
+    return by_ranks
+
+
+def held_apart(module: nn.Module, ignore: Ignored | None) -> dict[nn.Parameter, ProcessGroup | None]:
+    """The parameters of ``ignore``, each with the ranks that hold the same one; None is this rank alone.
+
+    Raises:
+        TypeError: ``ignore`` has something else.
+        ValueError: ``ignore`` is not given, and a wrapper leaves out parameters, which may differ between ranks.
+    """
+    if ignore is None:
+        if names := _left_out(module):
+            raise ValueError(
+                f"ignore: DDP or FSDP leaves out {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}, and it is "
+                "not known whether every rank holds the same; pass as ignore= the parameters that a rank holds alone, "
+                "such as its experts, or ignore=[] if there are none"
+            )
+        return {}
+    apart: dict[nn.Parameter, ProcessGroup | None] = {}
     for x in ignore:
+        holders = ignore[x] if isinstance(ignore, Mapping) else None
         if not isinstance(x, nn.Parameter | nn.Module):
             raise TypeError(f"ignore: expected parameters and modules, got {type(x).__name__}")
-        ignored.update(x.parameters() if isinstance(x, nn.Module) else (x,))
-    sharded, tensor_parallel = shard_groups(module), tensor_parallel_parameters(module)
-    holders: dict[tuple[ProcessGroup, ...], ProcessGroup | None] = {}  # by the groups of the shards
-    by_ranks: dict[ProcessGroup | None, Named] = {}
-    for name, p in module.named_parameters():
-        if p.requires_grad and p not in ignored:
-            over = tuple(sharded.get(p, ()))
-            if over not in holders:
-                holders[over] = _holders(name, over, mesh, ranks, p in tensor_parallel)
-            by_ranks.setdefault(None if size_of(holders[over]) == 1 else holders[over], []).append((name, p))
-    return by_ranks
+        if isinstance(ignore, Mapping) and not isinstance(holders, ProcessGroup):
+            raise TypeError(
+                f"ignore: expected for each parameter or module the ProcessGroup of the ranks that hold the same one, "
+                f"got {type(holders).__name__}; pass a list of those that a rank holds alone"
+            )
+        apart.update(dict.fromkeys(x.parameters() if isinstance(x, nn.Module) else (x,), holders))
+    return apart
+
+
+def _left_out(module: nn.Module) -> list[str]:
+    """The names of the trainable parameters that DDP or FSDP does not average, although they are inside of it."""
+    found: set[nn.Parameter] = set()
+    gathered = gathered_parameters(module)
+    for wrapper in module.modules():
+        if names := getattr(wrapper, "_ddp_params_and_buffers_to_ignore", ()):  # DDP's mark of the module in it
+            found.update(p for name, p in wrapper.named_parameters() if name in names)
+        if isinstance(wrapper, FullyShardedDataParallel | FSDPModule):
+            assert isinstance(wrapper, nn.Module)
+            found.update(p for p in wrapper.parameters() if not (p in gathered or is_flattened(p)))
+    named = module.named_parameters()
+    return [name for name, p in named if p in found and p.requires_grad and not isinstance(p, DTensor)]
+
+
+def gathered_parameters(module: nn.Module) -> dict[nn.Parameter, list[ProcessGroup]]:
+    """The parameters that ``fully_shard`` gathers for the forward, each with the groups of ranks that it works on."""
+    found = {}
+    for wrapper in module.modules():
+        if isinstance(wrapper, FSDPModule):
+            state = wrapper._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])  # several from torch 2.12 on
+            for one in (p for group in groups if group is not None for p in group.fsdp_params):
+                info, mesh = one._module_info, one.mesh_info.mesh
+                found[getattr(info.module, info.param_name)] = [mesh.get_group(i) for i in range(mesh.ndim)]
+    return found
 
 
 def _holders(
@@ -202,7 +269,7 @@ def shard_groups(module: nn.Module) -> dict[nn.Parameter, list[ProcessGroup]]:
     for wrapper in module.modules():
         if isinstance(wrapper, FullyShardedDataParallel):  # the innermost one holds a parameter
             assert wrapper.process_group is not None
-            found |= {p: [wrapper.process_group] for p in wrapper.parameters()}
+            found |= {p: [wrapper.process_group] for p in wrapper.parameters() if is_flattened(p)}
     for name, p in module.named_parameters():
         if isinstance(p, DTensor):
             placements = enumerate(p.placements)
@@ -239,8 +306,8 @@ def _check_same_parameters(
         counts = [header.parameters for header in headers]
         raise ValueError(
             f"module: the ranks' trainable parameters differ in number ({counts}), name, shape or dtype, or the ranks "
-            "pass other values of reduce; build the same module on every rank, or pass the parameters that differ as "
-            "ignore="
+            "pass other values of reduce; build the same module on every rank, or pass the parameters that a rank "
+            "holds alone as ignore="
         )
     return all(header == headers[0] for header in headers)
 
@@ -326,54 +393,84 @@ def _flatten(bucket: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 @operation("clip_grad_norm_")
 def clip_grad_norm_(
-    module: nn.Module, max_norm: float, *, mesh: DeviceMesh | None = None, group: ProcessGroup | None = None
+    module: nn.Module,
+    max_norm: float,
+    *,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+    ignore: Ignored | None = None,
 ) -> Tensor:
     """Scale the gradients so that their norm is at most ``max_norm``. The norm is that on one device, for any strategy.
 
     Unlike ``torch.nn.utils.clip_grad_norm_``, it takes plain parameters and DTensors together, also DTensors on
-    different meshes. Call it after ``sync_gradients``. Without tensor-parallel layers or DTensor parameters nothing is
-    sent.
+    different meshes. Call it after ``sync_gradients``. Without tensor-parallel layers, DTensor parameters or ``ignore``
+    nothing is sent.
 
     Args:
         module: the module, built in the same way on every rank. Parameters without a gradient are left out.
         max_norm: the largest norm, positive. With ``inf`` the norm is computed and nothing is clipped.
         mesh: the mesh that was given to the layers.
         group: the group that was given to the layers.
+        ignore: as in ``sync_gradients``: the parameters that a rank holds alone, or with the ranks of a group. Each
+            counts once in the norm, and is scaled as all others are. Give it on every rank, also on a rank without
+            such parameters (``ignore=[]``). The ranks of ``mesh`` or ``group`` must hold all of them.
 
     Returns:
         The norm of all gradients before clipping, a scalar in float32 (float64 for float64), the same on every rank.
 
     Raises:
-        TypeError: ``max_norm`` is not a number, or ``module`` is not a module.
-        ValueError: ``max_norm`` is not positive, or the ranks of tp pass different ones.
-        RuntimeError: another rank of tp raised an error on its own input.
+        TypeError: ``max_norm`` is not a number, ``module`` is not a module, or ``ignore`` has something else than
+            parameters and modules.
+        ValueError: ``max_norm`` is not positive, or the ranks pass different ones; DDP or FSDP leaves parameters out,
+            and ``ignore`` does not say whether a rank holds them alone; or several ranks hold the same parameters and
+            gradients, although ``ignore`` says that each rank holds them alone.
+        RuntimeError: another rank raised an error on its own input.
     """
     check_module("module", module)
     default_group()  # raises if this is one of several processes and no process group is running
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    tensor_parallel = bool(tensor_parallel_parameters(module))
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    parameters = [p for _, p in named]
+    sharded, tensor_parallel = shard_groups(module), tensor_parallel_parameters(module)
+    apart: dict[nn.Parameter, ProcessGroup | None] = {}
+    if ignore is not None:
+        ranks = all_ranks_group(mesh, group)
+    else:
+        ranks = sequence_group(mesh, group, "tp_sp") if tensor_parallel else None
 
     def header() -> _ClipHeader:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):
             raise TypeError(f"max_norm={max_norm!r}: expected a number, got {type(max_norm).__name__}")
         if not max_norm > 0:
             raise ValueError(f"max_norm={max_norm}: expected a positive number, or inf to measure only")
+        apart.update(held_apart(module, ignore))
+        for name, p in named:
+            if (holders := apart.get(p)) is not None:
+                _holders(name, sharded.get(p, ()), None, holders, p in tensor_parallel)  # raises
+                if ranks is not None and not {*global_ranks(holders)} <= {*global_ranks(ranks)}:
+                    raise ValueError(
+                        f"ignore: {name} is held by ranks {shown(global_ranks(holders))}, but the norm is over ranks "
+                        f"{shown(global_ranks(ranks))}; pass a mesh or group with all ranks that hold parameters"
+                    )
         return _ClipHeader(fingerprint(float(max_norm)))
 
-    check_same(all_gather_header(header, sequence_group(mesh, group, "tp_sp") if tensor_parallel else None), "max_norm")
+    check_same(all_gather_header(header, ranks), "max_norm")
     wide = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
     dtype = torch.float64 if wide else torch.float32  # of the norm
     # By the groups whose ranks hold different elements. Every rank has the same keys, also if it has no gradients.
     squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
-    sharded = shard_groups(module)
     for p in parameters:
-        squares.setdefault(tuple(sharded.get(p, ())), []).extend([] if p.grad is None else [_local_tensor(p.grad)])
+        if p not in apart:
+            squares.setdefault(tuple(sharded.get(p, ())), []).extend([] if p.grad is None else [_local_tensor(p.grad)])
     total: Tensor | None = None
     for groups, tensors in squares.items():
         square = _sum_of_squares(tensors, dtype, parameters[0].device)
         for holders in groups:
             all_reduce(square, holders)
         total = square if total is None else total + square
+    if ignore is not None:
+        held = [p for p in parameters if p in apart and p.grad is not None]
+        square = _square_of_apart(held, apart, ranks, parameters[0].device if parameters else torch.device("cpu"))
+        total = square.to(dtype) if total is None else total + square.to(dtype)
     norm = torch.zeros((), dtype=dtype, device="cpu") if total is None else total.sqrt()
     gradients: dict[torch.device, list[Tensor]] = {}
     for p in parameters:
@@ -383,6 +480,54 @@ def clip_grad_norm_(
     for device, tensors in gradients.items():
         torch._foreach_mul_(tensors, scale.to(device))
     return norm
+
+
+@torch.no_grad()
+def _square_of_apart(
+    parameters: Sequence[nn.Parameter],
+    apart: Mapping[nn.Parameter, ProcessGroup | None],
+    ranks: ProcessGroup | None,
+    device: torch.device,
+) -> Tensor:
+    """The sum of the squares of all ranks' gradients of parameters that a rank holds alone or with others, each once.
+
+    Raises:
+        ValueError: two ranks hold the same parameters and gradients, although each of them holds them alone.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for p in parameters:
+        assert p.grad is not None
+        by_copies.setdefault(_copies(p, apart[p]), []).append(_local_tensor(p.grad))
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, tensors in by_copies.items():
+        square = square + _sum_of_squares(tensors, torch.float64, device) / copies
+    alone = [p for p in parameters if apart[p] is None and not isinstance(p, DTensor)]
+    own = [_sum_of_squares(x, torch.float64, device) for x in ([p.grad for p in alone if p.grad is not None], alone)]
+    numbers = torch.zeros(size_of(ranks), 3, dtype=torch.float64, device=device)
+    numbers[rank_in(ranks)] = torch.stack([square, *own])
+    all_reduce(numbers, ranks)
+    # Copies are counted once only if ``ignore`` names the ranks that hold them.
+    same = (numbers[:, None, 1:] == numbers[:, 1:]).all(-1) & (numbers[:, 1] > 0)  # [ranks, ranks]
+    words = (
+        "ignore: several ranks hold the same parameters with the same gradients, but ignore= says that each rank holds "
+        "them alone; pass a dictionary, such as ignore={experts: group}, with the group of the ranks that hold the same"
+    )
+    if same.is_cuda:
+        torch._assert_async(~same.triu(1).any(), words)
+    elif same.triu(1).any():
+        raise ValueError(words)
+    return numbers[:, 0].sum()
+
+
+def _copies(p: nn.Parameter, holders: ProcessGroup | None) -> int:
+    """How many ranks hold the same elements of ``p``."""
+    copies = size_of(holders)
+    if isinstance(p, DTensor):
+        for i, place in enumerate(p.placements):
+            of_mesh = p.device_mesh.get_group(i)
+            if place.is_replicate() and (holders is None or not shares_ranks(of_mesh, holders)):
+                copies *= of_mesh.size()
+    return copies
 
 
 class _ClipHeader(NamedTuple):

@@ -5,16 +5,21 @@ Each rank holds one expert, and several ranks may hold the same one. Tokens go t
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar import Mask, Sharding
@@ -33,17 +38,19 @@ class Mixture(nn.Module):
     """Sends each token to one expert, and multiplies the expert's output by its probability.
 
     Args:
-        experts: all experts, or this rank's one.
+        experts: all experts, or this rank's one, by their numbers.
         count: the number of all experts.
         group: the ranks that hold them, in the order of the experts; None if this process holds all.
     """
 
-    def __init__(self, experts: list[Expert], count: int, group: ProcessGroup | None = None) -> None:
+    def __init__(self, experts: dict[int, Expert], count: int, group: ProcessGroup | None = None) -> None:
         super().__init__()
-        self.router, self.experts, self.group = nn.Linear(HIDDEN, count), nn.ModuleList(experts), group
-        self.count = count
-        for p in self.experts.parameters() if group is not None else ():
-            p.allreduce = False  # type: ignore[attr-defined]  # as Megatron-LM marks them
+        self.router = nn.Linear(HIDDEN, count)
+        self.experts = nn.ModuleDict({str(number): expert for number, expert in experts.items()})
+        self.count, self.group = count, group
+        if group is not None:  # an expert has the gradients of the losses of all ranks in the group: their mean is due
+            for p in self.experts.parameters():
+                p.register_hook(lambda grad: grad / group.size())
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(0, 1)  # [tokens, hidden]
@@ -55,9 +62,9 @@ class Mixture(nn.Module):
 
     def _run(self, tokens: Tensor, sent: list[int]) -> Tensor:
         """The experts' outputs of ``tokens``, which are ordered by expert, ``sent[i]`` of them for expert i."""
+        experts = [*self.experts.values()]
         if self.group is None:
-            parts = zip(self.experts, tokens.split(sent), strict=True)
-            return torch.cat([expert(x) for expert, x in parts])
+            return torch.cat([expert(x) for expert, x in zip(experts, tokens.split(sent), strict=True)])
         counts = torch.tensor(sent)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
@@ -65,7 +72,7 @@ class Mixture(nn.Module):
         here = tokens.new_empty(sum(received), HIDDEN)
         here = dist_nn.all_to_all_single(here, tokens, received, sent, group=self.group)
         back: Tensor = dist_nn.all_to_all_single(
-            torch.empty_like(tokens), self.experts[0](here), sent, received, group=self.group
+            torch.empty_like(tokens), experts[0](here), sent, received, group=self.group
         )
         return back
 
@@ -85,45 +92,118 @@ class Model(nn.Module):
 
 
 @cache
-def mesh_of(dp: int, ring: int) -> DeviceMesh:
-    return dist.init_device_mesh("cpu", (dp, ring), mesh_dim_names=("dp", "ring"))
+def mesh_of(*sizes: int) -> DeviceMesh:
+    return dist.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ring", "ulysses"))
+
+
+@cache
+def groups_of(mesh: DeviceMesh, dimension: int) -> list[ProcessGroup]:
+    """For each index of the mesh along a dimension, the group of all ranks with this index."""
+    return [dist.new_group(ranks.flatten().tolist()) for ranks in mesh.mesh.unbind(dimension)]
 
 
 @on_ranks
-def train(group: ProcessGroup, seed: int, dp: int, expert_ranks: str) -> None:
-    """A step. The experts are on the ranks of a sequence, or on the ranks that hold the same tokens of other rows."""
+def train(group: ProcessGroup, seed: int, sizes: tuple[int, ...], spread: str, wrapper: str, folder: str) -> None:
+    """A step. The experts are spread over the ranks of one dimension of the mesh, whose sizes are ``sizes``."""
     torch.manual_seed(seed)
-    mesh = mesh_of(dp, group.size() // dp)
-    parallel = mesh[expert_ranks].get_group()
+    mesh = mesh_of(*sizes)
+    parallel, dp = mesh[spread].get_group(), sizes[0]
     count = parallel.size()
-    experts = [Expert() for _ in range(count)]
-    local = Model(Mixture(experts, count)).double()
-    model = Model(Mixture([Expert()], count, parallel)).double()
-    model.load_state_dict({n: x for n, x in local.state_dict().items() if "experts" not in n}, strict=False)
-    model.mixture.experts[0].load_state_dict(experts[parallel.rank()].state_dict())
+    local = Model(Mixture({i: Expert() for i in range(count)}, count)).double()
+    number = parallel.rank()
+    model = Model(Mixture({number: Expert()}, count, parallel)).double()
+    model.load_state_dict(local.state_dict(), strict=False)
+    own = model.mixture.experts
+    holders = groups_of(mesh, ("dp", "ring", "ulysses").index(spread))[number]
+    ignore: Any = [own] if holders.size() == 1 else {own: holders}
+
+    wrapped: Any = model
+    if wrapper == "ddp":
+        names = [name for name, _ in model.named_parameters() if "experts" in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        wrapped = DistributedDataParallel(model)
+    elif wrapper == "fsdp1":
+        wrapped = FullyShardedDataParallel(
+            model, ignored_modules=[own], device_id=torch.device("cpu"), use_orig_params=True
+        )
+    elif wrapper == "fsdp2":
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (group.size(),)), ignored_params={*own.parameters()})
+
     sharding = Sharding(TOKENS, "zigzag", mesh=mesh)
     ids, labels = torch.randint(VOCAB, (2, dp, TOKENS)).unbind()
     labels[0, 2:9] = -100
     row = slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
     labels_local = sharding.shard(labels[row])
-    losses = F.cross_entropy(model(sharding.shard(ids[row]), sharding).mT, labels_local, reduction="none")
-    seqpar.token_loss(losses, labels_local, sharding=sharding).backward()
-    F.cross_entropy(local(ids).mT, labels).backward()
 
-    marked = [p for p in model.parameters() if not getattr(p, "allreduce", True)]
-    seqpar.sync_gradients(model, mesh=mesh, ignore=marked)
-    holders: Any = mesh["ring" if expert_ranks == "dp" else "dp"].get_group()  # of this rank's expert
-    seqpar.sync_gradients(model.mixture.experts, group=holders)
-    for p in marked:
-        assert p.grad is not None
-        p.grad /= group.size() / holders.size()
+    def step(sync: bool = True) -> Tensor:
+        losses = F.cross_entropy(wrapped(sharding.shard(ids[row]), sharding).mT, labels_local, reduction="none")
+        loss = seqpar.token_loss(losses, labels_local, sharding=sharding)
+        loss.backward()
+        for _ in range(2 * sync):  # averaging twice changes nothing
+            seqpar.sync_gradients(wrapped, mesh=mesh, ignore=ignore)
+        return loss
 
-    theirs = {n: p for n, p in local.named_parameters() if "experts" not in n}
-    theirs |= {f"mixture.experts.0.{n}": p for n, p in experts[parallel.rank()].named_parameters()}
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-9, atol=1e-13, msg=f"{name}: {{}}".format)
+    def reference() -> Tensor:
+        loss = F.cross_entropy(local(ids).mT, labels)
+        loss.backward()
+        return loss
+
+    report = seqpar.verify(wrapped, step, reference, reference_model=local) if wrapper != "fsdp1" else None
+    assert report is None or report.ok, report
+    step(sync=False)
+    reference()
+    if wrapper:
+        for refused in (seqpar.sync_gradients, partial(seqpar.clip_grad_norm_, max_norm=1.0)):
+            with pytest.raises(ValueError, match=r"ignore: DDP or FSDP leaves out .*experts\.\d\.0\.weight"):
+                refused(wrapped, mesh=mesh)
+    for _ in range(2):
+        seqpar.sync_gradients(wrapped, mesh=mesh, ignore=ignore)
+    theirs = dict(local.named_parameters())
+
+    def compare() -> None:
+        for name, p in model.named_parameters():
+            grad: Any = p.grad
+            if wrapper != "fsdp1" or "experts" in name:  # FSDP1 keeps parts of flattened gradients
+                grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                torch.testing.assert_close(grad, theirs[name].grad, rtol=1e-9, atol=1e-13, msg=f"{name}: {{}}".format)
+
+    compare()
+    if holders.size() > 1:
+        with pytest.raises(ValueError, match="several ranks hold the same parameters with the same gradients"):
+            seqpar.clip_grad_norm_(wrapped, 0.01, mesh=mesh, ignore=[own])
+    norm = seqpar.clip_grad_norm_(wrapped, 0.01, mesh=mesh, ignore=ignore)
+    expected = nn.utils.clip_grad_norm_(local.parameters(), 0.01)
+    assert expected > 0.02  # the gradients are clipped
+    torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
+    norms: list[Any] = [None] * group.size()
+    dist.all_gather_object(norms, norm.item())
+    assert len({*norms}) == 1
+    compare()
+    if wrapper:
+        return
+    for p in own.parameters():
+        p.register_hook(lambda grad: grad * count)
+    said = str(seqpar.verify(wrapped, step, reference, reference_model=local))
+    assert "what one rank holds alone" in said and f"divide these gradients by {count}" in said, said
+    dcp.save(model.state_dict(), checkpoint_id=folder)  # each expert under its own name
+    loaded = {name: torch.zeros_like(x) for name, x in local.state_dict().items()}
+    dcp.load(loaded, checkpoint_id=folder)
+    for name, x in local.state_dict().items():
+        assert torch.equal(loaded[name], x), name
 
 
-@pytest.mark.parametrize(("dp", "expert_ranks"), [(1, "ring"), (2, "ring"), (2, "dp")])
-def test_experts_of_ones_own(own: OwnPool, dp: int, expert_ranks: str) -> None:
-    own.pool.run(4, train, int(torch.randint(1 << 30, ())), dp, expert_ranks)
+@pytest.mark.parametrize(
+    ("sizes", "spread", "wrapper"),
+    [
+        ((1, 1, 4), "ulysses", ""),  # dp, ring, ulysses: each rank holds an expert alone
+        ((1, 2, 2), "ulysses", ""),  # two ranks of the sequence hold the same expert
+        ((2, 1, 2), "ulysses", ""),  # the replicas hold the same experts
+        ((2, 2, 1), "dp", ""),
+        ((4, 1, 1), "dp", ""),
+        ((1, 2, 2), "ulysses", "ddp"),
+        ((1, 1, 4), "ulysses", "fsdp1"),
+        ((2, 1, 2), "ulysses", "fsdp2"),
+    ],
+)
+def test_experts_of_ones_own(own: OwnPool, tmp_path: Path, sizes: tuple[int, ...], spread: str, wrapper: str) -> None:
+    own.pool.run(4, train, int(torch.randint(1 << 30, ())), sizes, spread, wrapper, str(tmp_path))

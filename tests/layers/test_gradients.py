@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 from unittest import mock
 
@@ -218,6 +219,86 @@ def experts(group: ProcessGroup, seed: int) -> None:
 
 def test_experts_that_differ_by_rank(pool: Pool) -> None:
     pool.run(3, experts, int(torch.randint(1 << 30, ())))
+
+
+@on_ranks
+def norms_of_held_apart(group: ProcessGroup, seed: int) -> None:
+    """Plain parameters and DTensors, held by all ranks, by one rank alone, and by two ranks, on ep 2 x tp 2."""
+    torch.manual_seed(seed)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+    ep, tp = (mesh[name].get_local_rank() for name in ("ep", "tp"))
+    full = {name: torch.randn(4, 6, dtype=torch.float64) for name in ("shared", "0", "1", "2", "3", "ep 0", "ep 1")}
+    of_ep, alone = full[f"ep {ep}"], full[str(group.rank())]
+
+    def parameter(grad: Tensor, of: DeviceMesh | None = None, *placements: Any) -> nn.Parameter:
+        grad = grad.clone() if of is None else DTensor.from_local(grad.clone(), of, placements)
+        p = nn.Parameter(torch.ones_like(grad))
+        p.grad = grad
+        return p
+
+    module = nn.ParameterDict({"shared": parameter(full["shared"]), "alone": parameter(alone)})
+    both = dist.new_group([*range(2)]), dist.new_group([2, 3])
+    module["both"] = parameter(of_ep)
+    rows = of_ep.chunk(2)[tp]
+    module["sharded"] = parameter(rows, mesh["tp"], Shard(0))
+    module["replicated"] = parameter(of_ep, mesh["tp"], Replicate())
+    module["on both"] = parameter(of_ep[:1], mesh, Shard(0), Replicate())  # known from its placements
+    squares = {name: float(x.square().sum()) for name, x in full.items()}
+    on_both = sum(float(full[f"ep {i}"][:1].square().sum()) for i in range(2))
+    expected = (
+        squares["shared"] + sum(squares[str(i)] for i in range(4)) + 3 * (squares["ep 0"] + squares["ep 1"]) + on_both
+    )
+    held = both[ep]
+    assert isinstance(held, ProcessGroup)
+    with pytest.raises(TypeError, match="the ProcessGroup of the ranks that hold the same one, got NoneType"):
+        seqpar.clip_grad_norm_(module, 1.0, ignore={module["alone"]: None})
+    only: Any = [dist.new_group([i]) for i in range(4)][group.rank()]
+    ignore = {module["both"]: held, **{module[name]: only for name in ("alone", "sharded", "replicated")}}
+    norm = seqpar.clip_grad_norm_(module, 0.5, ignore=ignore)
+    torch.testing.assert_close(norm, torch.tensor(expected, dtype=torch.float64).sqrt(), rtol=1e-12, atol=0)
+    scale = 0.5 / (norm + 1e-6)
+    torch.testing.assert_close(module["shared"].grad, full["shared"] * scale)
+    torch.testing.assert_close(module["alone"].grad, alone * scale)
+    torch.testing.assert_close(module["sharded"].grad.to_local(), rows * scale)
+
+
+def test_the_norm_counts_what_ranks_hold_apart_once(own: OwnPool) -> None:
+    own.pool.run(4, norms_of_held_apart, int(torch.randint(1 << 30, ())))
+
+
+@on_ranks
+def wrong_ignore(group: ProcessGroup, how: str) -> str:
+    module = nn.Linear(2, 2)
+    module(torch.ones(1, 2)).sum().backward()
+    ignore: Any = {
+        "names": ["weight"] if group.rank() else [],
+        "a name": "weight",
+        "no group": {module: [0, 1]},
+        "no gradients": [module.bias],
+        "none": [],
+    }[how]
+    if how == "no gradients":
+        module.bias.grad = None
+    try:
+        norm = seqpar.clip_grad_norm_(module, 1.0, group=group, ignore=ignore)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return f"{norm:.4f}"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("names", [r"rank\(s\) \[1\]", "ignore: expected parameters and modules, got str"]),
+        ("a name", ["ignore: expected parameters and modules, got str"] * 2),
+        ("no group", ["ignore: expected for each"] * 2),
+        ("no gradients", ["2.0000"] * 2),
+        ("none", ["2.4495"] * 2),
+    ],
+)
+def test_what_ignore_may_be(pool: Pool, how: str, words: list[str]) -> None:
+    for said, expected in zip(pool.run(2, wrong_ignore, how), words, strict=True):
+        assert re.search(expected, said), said
 
 
 @on_ranks

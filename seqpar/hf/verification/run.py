@@ -7,7 +7,7 @@ ranks as in training. Every wait has a deadline, so that no rank waits forever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, replace
 from functools import partial
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ...base.checks import check_number
 from ...base.replaced import replaced
 from ...comm.handshake import all_gather_header
-from ...layers.gradients import shard_groups, sync_gradients
+from ...layers.gradients import Ignored, held_apart, shard_groups, sync_gradients
 from ...ranks.mesh import global_ranks
 from ...verification import (
     Difference,
@@ -68,6 +68,7 @@ def verify(
     *,
     shard: Shard | None = None,
     sync: Sync | None = None,
+    ignore: Ignored | None = None,
     tolerance: float | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> VerificationReport:
@@ -92,6 +93,8 @@ def verify(
         sync: the function with which your training loop averages the gradients after backward. It is called with
             ``model``. The default is ``sync_gradients``, or nothing if ``model`` has DDP or FSDP over all ranks of the
             sequence in it.
+        ignore: as in ``sync_gradients``: the parameters that a rank holds alone, or with the ranks of a group. Each
+            rank compares its own gradients. Their exchange of tokens runs on the whole batch of every rank too.
         tolerance: the largest error that counts as equal, relative to the norm of the compared tensor. By default 1e-3
             for float32, 0.02 for float16, 0.1 for bfloat16 and 1e-6 for float64. Use float32 if you can, because half
             precision hides small errors.
@@ -126,7 +129,7 @@ def verify(
         stack.enter_context(
             replaced(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.group)
         )
-        report = _Verification(model, root, patch, batch, tolerance).report(shard, sync)
+        report = _Verification(model, root, patch, batch, tolerance, ignore).report(shard, sync)
     if raise_on_error and not report.ok:
         raise VerificationError(report)
     return report
@@ -143,8 +146,15 @@ class _Verification:
     """
 
     def __init__(
-        self, model: nn.Module, root: PreTrainedModel, patch: Patch, batch: Batch, tolerance: float | None
+        self,
+        model: nn.Module,
+        root: PreTrainedModel,
+        patch: Patch,
+        batch: Batch,
+        tolerance: float | None,
+        ignore: Ignored | None,
     ) -> None:
+        self.ignore = ignore if ignore is None or isinstance(ignore, Mapping) else [*ignore]
         self.model, self.root, self.patch = model, root, patch
         self.layers, self.cause = attention_layers(root), ""
 
@@ -153,7 +163,8 @@ class _Verification:
             return _Header(self.batch.seq_len)
 
         all_gather_header(header, patch.group)  # raises on every rank if the batch of one rank has an error
-        self.unsharded = unsharded_parameters(root)
+        self.apart = held_apart(model, self.ignore)
+        self.unsharded = {n: p for n, p in unsharded_parameters(root).items() if p not in self.apart}
         self.tolerance = tolerance_of(root) if tolerance is None else tolerance
 
     def report(self, shard: Shard | None, sync: Sync | None) -> VerificationReport:
@@ -200,7 +211,7 @@ class _Verification:
         return VerificationReport(tuple(differences), loss, theirs.result.loss, *sizes, strategy, layout)
 
     def _compare_ranks(self) -> list[Difference]:
-        path = _static_path(self.root, self.patch, self.layers)
+        path = _static_path(self.root, self.patch, self.layers, self.apart)
         by_rank = exchange(
             [checksum(self.batch.for_parallelized), path, _weight_sums(self.unsharded)], self.patch.group
         )
@@ -268,7 +279,7 @@ class _Verification:
                 if sync is not None:
                     sync(self.model)
                 elif not _wrapped_over(self.patch.group, self.model):
-                    sync_gradients(self.model, group=self.patch.group)
+                    sync_gradients(self.model, group=self.patch.group, ignore=self.ignore)
             return loss
 
         run.result = run_step(step, self.model)
@@ -343,14 +354,17 @@ def _loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def _static_path(root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module]) -> list[str]:
+def _static_path(
+    root: PreTrainedModel, patch: Patch, layers: dict[str, nn.Module], apart: Container[nn.Parameter]
+) -> list[str]:
     """What decides which messages a rank sends, as lines of text."""
     lines = [f"{type(root).__name__} with {patch.settings}, ranks={patch.ranks}"]
     for name, layer in layers.items():
         settings = getattr(getattr(layer, "_seqpar", None), "settings", "no settings: not parallelized")
         lines.append(f"layer {name!r} ({type(layer).__name__}) with {settings}")
     for name, p in root.named_parameters():
-        lines.append(f"{name} {p.dtype} {'trained' if p.requires_grad else 'frozen'}")
+        if p not in apart:
+            lines.append(f"{name} {p.dtype} {'trained' if p.requires_grad else 'frozen'}")
     return lines
 
 
