@@ -15,10 +15,15 @@ TRL, which ``tests/hf/test_accelerate.py`` tests.
 * A Trainer makes its Accelerator in ``create_accelerator_and_postprocess``, which this file wraps.
 * accelerate uses its own tensor or context parallelism if ``tp_enabled``, ``cp_enabled`` or ``sp_enabled`` is true.
 * FSDP2 shards the weights over the mesh dimensions ``fsdp_dim_names``.
-* The Trainer divides sums over processes by its ``get_tp_size()`` and by the config's ``cp_size`` and ``sp_size``, and
-  TRL divides them by the config's ``tp_size``. All sizes are 1 in the config that an Accelerator keeps.
+* The Trainer divides counts by its ``get_tp_size()`` and by the config's ``cp_size`` and ``sp_size``, and TRL divides
+  them by the config's ``tp_size``. In the config that an Accelerator keeps, ``cp_size`` is the number of ranks that get
+  the same batches. The other two are 1.
 * If ``average_tokens_across_devices`` is true, the Trainer's ``_get_num_items_in_batch`` returns a sum over processes,
   and its ``compute_loss`` multiplies losses by the number of processes (``count_sequences_once``).
+* ``DataLoaderAdapter.__init__``, which the loaders of accelerate call, makes the attribute ``base_dataloader``, which
+  they iterate over by ``base_dataloader.__iter__()``. ``skip_first_batches`` makes such a loader from the parts of
+  another one, with its ``worker_init_fn``.
+* ``gather_for_metrics`` gathers objects that are not tensors by joining the lists of all processes.
 * The Trainer prepares a model that is evaluated before it is trained by ``prepare_model(model, evaluation_mode=True)``,
   which marks it as prepared, so that no wrapper is made when it is trained.
 """
@@ -29,16 +34,17 @@ import copy
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial, wraps
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import accelerate
 import torch.distributed as dist
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderAdapter, prepare_data_loader
 from accelerate.utils import DistributedType, gather, recursively_apply
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -50,8 +56,9 @@ from ..base.checks import check_choice, check_int
 from ..base.replaced import replaced
 from ..memory import Memory
 from ..ranks.mesh import set_timeouts
+from .data import split_of
 from .patch import Arguments, apply
-from .randomness import SeedAlike, SharedRandom
+from .randomness import SeedAlike, SharedRandom, share_random
 from .state import Batches, Patch, Settings, patch_of
 
 if TYPE_CHECKING:
@@ -66,6 +73,9 @@ _OUTSIDE = (
     ("experimental.distillation.distillation_trainer", "DistillationTrainer"),
     ("experimental.async_distillation.async_distillation_trainer", "AsyncDistillationTrainer"),
 )
+
+
+_RANDOM = "random_states_of_loaders.pt"  # a file in checkpoints
 
 
 class ParallelismConfig(accelerate.ParallelismConfig):
@@ -83,6 +93,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
             ``parallelism_config_cp_size`` in the YAML file of ``accelerate launch``, or 1.
+        sp_size: accelerate's name for the number of ranks of Ulysses. ``sp_size=8`` is ``cp_size=8,
+            strategy="ulysses"``. By default the value of ``parallelism_config_sp_size`` in the YAML file, or 1.
         batches: "shared": the ranks of a sequence get the same batches. "per_rank": every rank gets its own batches, as
             without sequence parallelism (see ``parallelize``). "auto": "per_rank" in all trainers of TRL except
             SFTTrainer and its subclasses, otherwise "shared".
@@ -107,6 +119,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         self,
         cp_size: int | None = None,
         *,
+        sp_size: int | None = None,
         batches: Batches | Literal["auto"] = "auto",
         dp_replicate_size: int | None = None,
         dp_shard_size: int | None = None,
@@ -114,14 +127,25 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     ) -> None:
         if cp_size is None:
             cp_size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))
+        if sp_size is None:
+            sp_size = int(os.environ.get("PARALLELISM_CONFIG_SP_SIZE", "1"))
         check_int("cp_size", cp_size)
+        check_int("sp_size", sp_size)
+        if sp_size != 1:
+            if cp_size != 1 or arguments.setdefault("strategy", "ulysses") != "ulysses":
+                raise ValueError(
+                    f"sp_size={sp_size}: it is the number of ranks of strategy='ulysses'; leave cp_size and strategy "
+                    "out. Or give cp_size, the number of all ranks that share a sequence, with another strategy, such "
+                    f"as strategy='hybrid', ulysses_size={sp_size}"
+                )
+            cp_size = sp_size
         if cp_size < 1 and cp_size != -1:
             raise ValueError(f"cp_size={cp_size}: expected at least 1, or -1 for all ranks")
         check_choice("batches", batches, ("auto", "shared", "per_rank"))
         self.batches: Batches | Literal["auto"] = batches
         self.settings = Settings.of(**arguments, batches="shared" if batches == "auto" else batches)
         # With a cp_size greater than 1, the parent class would check the requirements of accelerate's own backend.
-        super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, tp_size=1, cp_size=1)
+        super().__init__(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size, cp_size=1, sp_size=1)
         self.cp_size = cp_size
         # An Accelerator keeps a copy of this config, made by ``_for_accelerator``. Only the copy has the next values.
         self.sequence_ranks = 1  # the number of ranks that share a sequence
@@ -157,12 +181,10 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         accelerator.state.device_mesh = config.device_mesh
         prepare_models(accelerator, partial(config._parallelize, trainer=trainer))
         if batches == "shared":
-            share_sequences(accelerator, config.sequence_ranks)
-            if trainer is not None:
-                count_sequences_once(trainer, config.sequence_ranks)
+            _share_sequences(accelerator, trainer, config.sequence_ranks)
 
     def _for_accelerator(self, accelerator: accelerate.Accelerator, batches: Batches) -> ParallelismConfig:
-        """The config that ``accelerator`` keeps: a copy with its mesh and sizes, and with a ``cp_size`` of 1."""
+        """The config that ``accelerator`` keeps: a copy with its mesh and sizes."""
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             raise ValueError(
                 "parallelism_config: with DeepSpeed call seqpar.hf.parallelize(model) and use "
@@ -183,7 +205,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
                 "leave the two dp sizes out and give a cp_size that divides the number of processes"
             )
         config = copy.copy(self)
-        config.sequence_ranks, config.cp_size = cp_size, 1
+        config.sequence_ranks = cp_size
+        config.cp_size = cp_size if batches == "shared" else 1  # the ranks that the Trainer's sums count several times
         config.settings = replace(self.settings, batches=batches)
         if world == 1:
             return config
@@ -240,6 +263,20 @@ def _note_maker(create: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
     return create_accelerator_and_postprocess
 
 
+def _sharing(make: Callable[..., None]) -> Callable[..., None]:
+    """``make``, which initializes a loader of accelerate, also of one that was made from another loader's parts."""
+
+    @wraps(make)
+    def init(self: DataLoaderAdapter, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        share_random(self.base_dataloader)
+
+    return init
+
+
+DataLoaderAdapter.__init__ = _sharing(DataLoaderAdapter.__init__)
+
+
 # accelerate gives a config the Accelerator, but not the Trainer that the Accelerator is made for.
 Trainer.create_accelerator_and_postprocess = _note_maker(Trainer.create_accelerator_and_postprocess)
 
@@ -286,29 +323,25 @@ def _needs_per_rank_batches(trainer: Trainer | None) -> bool:
     return True
 
 
-def count_sequences_once(trainer: Trainer, sequence_ranks: int) -> None:
-    """Make ``trainer`` count the sequence of several ranks once, in its losses and in its batch size.
+def count_sequences_once(trainer: Trainer, sequence_ranks: int, shared: SharedRandom) -> None:
+    """Make ``trainer`` count the sequence of several ranks once, in its losses, tokens and operations.
 
     With ``average_tokens_across_devices``, a Trainer divides a loss by the number of labels of all processes, and
     multiplies it by the number of processes. A term that is not divided by the labels, such as a router's loss, would
     be too large, and so would any term be too small if a subclass's ``compute_loss`` does not multiply. Instead, losses
     are divided by the mean number of labels of a process, and multiplied by nothing.
-    """
-    if sequence_ranks == 1:
-        return
-    cls = type(trainer)
 
-    def get_total_train_batch_size(args: Any) -> int:
-        # transformers has divided by the ranks of its tensor parallelism, which ``sequence_ranks`` counts too.
-        count: int = cls.get_total_train_batch_size(trainer, args) * trainer.get_tp_size() // sequence_ranks
-        return count
+    The states of the ``shared`` random number generators become part of the trainer's checkpoints.
+    """
+    cls, across_devices = type(trainer), trainer.args.average_tokens_across_devices
 
     def mean_num_items(batch_samples: Any, device: Any) -> Any:
         with replaced(trainer.args, average_tokens_across_devices=False):
-            items = cls._get_num_items_in_batch(trainer, batch_samples, device)  # of this process
+            items = cls._get_num_items_in_batch(trainer, batch_samples, device)  # divided by the ranks with this batch
         if items is None:
             return None
-        return trainer.accelerator.gather(items * trainer.get_tp_size()).mean()
+        items = items * (trainer.get_tp_size() * trainer.get_cp_size())
+        return trainer.accelerator.gather(items).mean() if across_devices else items
 
     def without_factor(name: str) -> Callable[..., Any]:
         def step(*args: Any, **kwargs: Any) -> Any:
@@ -317,11 +350,49 @@ def count_sequences_once(trainer: Trainer, sequence_ranks: int) -> None:
 
         return step
 
-    methods: dict[str, Any] = {"get_total_train_batch_size": get_total_train_batch_size}
-    if trainer.args.average_tokens_across_devices:
-        methods["_get_num_items_in_batch"] = mean_num_items
+    def track_num_input_tokens(inputs: Any) -> None:
+        before = trainer.state.num_input_tokens_seen
+        cls._track_num_input_tokens(trainer, inputs)
+        trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // sequence_ranks
+
+    def floating_point_ops(inputs: Any) -> Any:
+        return cls.floating_point_ops(trainer, inputs) / sequence_ranks
+
+    def get_train_sampler(*args: Any) -> Any:
+        sampler = cls._get_train_sampler(trainer, *args)
+        if hasattr(sampler, "dp_size"):  # transformers' BatchRebalanceSampler, which deals rows to all processes
+            given = "lengths", "effective_batch_size", "dp_size", "grad_accum", "shuffle", "seed", "rank", "drop_last"
+            options = {name: getattr(sampler, name) for name in given}
+            for name in ("effective_batch_size", "dp_size", "rank"):
+                options[name] //= sequence_ranks
+            sampler = type(sampler)(**options)
+        return sampler
+
+    def save_rng_state(folder: str) -> None:
+        cls._save_rng_state(trainer, folder)
+        _save_random(trainer.accelerator, shared, folder)
+
+    def load_rng_state(checkpoint: str | None) -> None:
+        cls._load_rng_state(trainer, checkpoint)
+        if checkpoint is not None:
+            shared.load(Path(checkpoint, _RANDOM))
+
+    methods: dict[str, Any] = {
+        "_get_num_items_in_batch": mean_num_items,
+        "_track_num_input_tokens": track_num_input_tokens,
+        "floating_point_ops": floating_point_ops,
+        "_get_train_sampler": get_train_sampler,
+        "_save_rng_state": save_rng_state,
+        "_load_rng_state": load_rng_state,
+    }
+    if across_devices:
         methods |= {name: without_factor(name) for name in ("training_step", "prediction_step")}
     vars(trainer).update(methods)
+
+
+def _save_random(accelerator: accelerate.Accelerator, shared: SharedRandom, folder: str) -> None:
+    if accelerator.is_main_process:
+        shared.save(Path(folder, _RANDOM))
 
 
 def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
@@ -362,16 +433,24 @@ def _note_wrapper(model: nn.Module) -> None:
             patch.needs_wrapper = False
 
 
-def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) -> None:
-    """Make the data loaders of ``accelerator`` give the same batches to ``sequence_ranks`` consecutive ranks.
+def _share_sequences(accelerator: accelerate.Accelerator, trainer: Trainer | None, sequence_ranks: int) -> None:
+    """Let ``sequence_ranks`` consecutive ranks share each sequence, for ``accelerator`` and its ``trainer``.
 
-    ``gather_for_metrics`` returns the values of each batch once.
+    Data loaders give these ranks the same batches, and ``gather_for_metrics`` returns the values of each batch once.
     """
+    if sequence_ranks == 1:
+        return
     original_gather_for_metrics = accelerator.gather_for_metrics
     # Samplers draw the same order on all ranks, also of other sequences, and then each sequence takes its rows.
-    shared = SharedRandom(dist.group.WORLD if sequence_ranks > 1 else None)
+    shared = SharedRandom(dist.group.WORLD)
+    keeps_random: list[Any] = []  # the hooks with which the accelerator saves and loads the states of ``shared``
+    is_first = accelerator.process_index % sequence_ranks == 0
 
     def prepare_loader(loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None) -> Any:
+        if not keeps_random:  # now, because the Accelerator is complete
+            save, load = accelerator.register_save_state_pre_hook, accelerator.register_load_state_pre_hook
+            keeps_random.append(save(lambda models, weights, folder: _save_random(accelerator, shared, folder)))
+            keeps_random.append(load(lambda models, folder: shared.load(Path(folder, _RANDOM))))
         if not getattr(loader, "_is_accelerate_prepared", False):
             loader = _prepare_loader(accelerator, loader, sequence_ranks, shared, device_placement)
         if loader not in accelerator._dataloaders:
@@ -380,21 +459,29 @@ def share_sequences(accelerator: accelerate.Accelerator, sequence_ranks: int) ->
 
     def rows_of_first_ranks(x: Tensor) -> Any:
         gathered = gather(x)  # [ranks * rows, ...]
-        if sequence_ranks == 1:
-            return gathered
         return gathered.unflatten(0, (dist.get_world_size(), -1))[::sequence_ranks].flatten(0, 1)
 
     def gather_once(data: Any) -> Any:
         return recursively_apply(rows_of_first_ranks, data)
 
     def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        accelerator.gather = gather_once  # ``original_gather_for_metrics`` calls it
-        try:
-            return original_gather_for_metrics(input_data, use_gather_object)
-        finally:
-            del accelerator.gather
+        if use_gather_object or not _is_of_tensors(input_data):
+            # the lists of all processes are joined
+            return original_gather_for_metrics(input_data if is_first else [], use_gather_object=True)
+        with replaced(accelerator, gather=gather_once):  # ``original_gather_for_metrics`` calls it
+            return original_gather_for_metrics(input_data)
 
     accelerator.prepare_data_loader, accelerator.gather_for_metrics = prepare_loader, gather_for_metrics
+    if trainer is not None:
+        count_sequences_once(trainer, sequence_ranks, shared)
+
+
+def _is_of_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda x: x, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
 
 
 def _prepare_loader(
@@ -407,22 +494,17 @@ def _prepare_loader(
             "dispatch_batches=True: accelerate would send different batches to the ranks of one sequence; leave it "
             "out, so that every rank loads its batches itself"
         )
+    split = split_of(loader)
+    if split is not None and split.size > 1:
+        raise ValueError(
+            f"loader: its {split.owner} has {split.name}={split.size}, but accelerate splits the rows itself, so that "
+            f"they would be split twice; leave the {split.owner} out"
+        )
     replica = accelerator.process_index // sequence_ranks
-    if sequence_ranks > 1:
-        loader.worker_init_fn = SeedAlike(loader.worker_init_fn, replica)
     seeds = SharedRandom(shared.group)  # samplers take seeds here
-    seeds.start_epoch()
-    with seeds:
-        prepared = _prepare_for(accelerator, loader, sequence_ranks, replica, device_placement)
-    if sequence_ranks > 1:
-        base = prepared.base_dataloader
-
-        def iterate() -> Iterator[Any]:
-            shared.start_epoch()
-            return shared.iterate(type(base).__iter__.__get__(base))
-
-        vars(base)["__iter__"] = iterate  # accelerate's loader calls it by its name
-    return prepared
+    seeds.share()
+    with seeds, replaced(loader, worker_init_fn=SeedAlike(loader.worker_init_fn, replica, shared)):
+        return _prepare_for(accelerator, loader, sequence_ranks, replica, device_placement)
 
 
 def _prepare_for(
@@ -488,21 +570,14 @@ class SequenceParallelMixin(_Mixin):
             )
         config = ParallelismConfig(cp_size=1, batches="shared")
         config.sequence_ranks = self.args.world_size // _data_parallel(patch, self.args.world_size)
+        config.cp_size = config.sequence_ranks // self.get_tp_size()
         _check_trainer(self, config.sequence_ranks)
         prepare_models(self.accelerator, lambda model: _check_loss_modules(self, config.sequence_ranks))
         self.accelerator.state.parallelism_config = config
-        share_sequences(self.accelerator, config.sequence_ranks)
-        count_sequences_once(self, config.sequence_ranks)
+        _share_sequences(self.accelerator, self, config.sequence_ranks)
         self.gather_function = partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Correct the number of tokens: the Trainer counts each sequence once for every rank that shares it."""
-        before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
-        new = self.state.num_input_tokens_seen - before
-        self.state.num_input_tokens_seen = before + new // self.accelerator.parallelism_config.sequence_ranks
 
 
 class SequenceParallelTrainer(SequenceParallelMixin, Trainer):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,7 +33,8 @@ IGNORE_INDEX = -100
 BOUNDARY_NAMES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens", "cu_seq_lens_k")
 # The name of the entry in which ``PlanCollator`` returns the batch's mask together with the plans for it.
 PLANNED = "seqpar_mask"
-# Entries that collate functions return together with document boundaries, and that are removed from a batch.
+# Entries that collate functions return together with document boundaries, and that are removed from a batch. The
+# longest documents' lengths follow from the boundaries; ``seq_idx`` is compared with them.
 UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx", PLANNED)
 
 Documents = list[tuple[int, ...]]  # for each row, the boundaries of its documents, starting with 0
@@ -336,7 +337,9 @@ class BatchSpec:
         self, entries: dict[str, Any], device: torch.device, ranges: TokenRanges | None, masked: bool
     ) -> Documents | None:
         """Return the documents' boundaries, and write ``position_ids [batch, seq]`` to ``entries``."""
-        boundaries = [entries.pop(name) for name in BOUNDARY_NAMES if name in entries]
+        given = {name: entries.pop(name) for name in BOUNDARY_NAMES if name in entries}
+        boundaries = {name: document_boundaries(x) for name, x in given.items() if x is not None}
+        seq_idx = entries.get("seq_idx")
         for name in UNUSED_NAMES:
             entries.pop(name, None)
         documents: Documents | None = None
@@ -349,8 +352,15 @@ class BatchSpec:
                     "(several ids per token, as for images, are not supported)"
                 )
             ids = ids.expand(self.rows, -1)
-        if boundaries and boundaries[0] is not None:
-            documents = documents_from_boundaries(boundaries[0], self.rows, self.seq_len)
+        if boundaries:
+            first, *others = boundaries
+            for other in others:
+                if boundaries[other] != boundaries[first]:
+                    raise ValueError(
+                        f"{other}: its documents are not {first}'s; attention over one sequence has the same documents "
+                        "of queries and of keys"
+                    )
+            documents = documents_from_boundaries(boundaries[first], self.rows, self.seq_len)
             if ids is None:
                 ids = restarting_positions(documents, self.seq_len).to(device)
         elif ids is not None:
@@ -358,6 +368,8 @@ class BatchSpec:
             self.jump = None if masked else _jump(ids)
         else:
             ids = torch.arange(self.seq_len, device=device)[None]
+        if seq_idx is not None:
+            _check_seq_idx(seq_idx, documents, ranges, self.rows, self.seq_len)
         entries["position_ids"] = ids.expand(self.rows, -1)
         self.max_position = int(ids.max())
         return documents
@@ -494,9 +506,34 @@ def _jump(position_ids: Tensor) -> str | None:
     return None
 
 
-def documents_from_boundaries(cu_seq_lens: Any, batch: int, length: int) -> Documents:
-    """The documents with the boundaries ``cu_seq_lens``, for one row or for each row (see ``Mask.documents``)."""
-    rows = document_boundaries(cu_seq_lens)
+def _check_seq_idx(
+    seq_idx: Tensor, documents: Documents | None, ranges: TokenRanges | None, rows: int, length: int
+) -> None:
+    """Raise an error if ``seq_idx [rows, length]``, the index of each token's document, has other ``documents``.
+
+    Padding, outside of ``ranges`` and after the last document, has any index.
+    """
+    seq_idx = torch.as_tensor(seq_idx)
+    if seq_idx.dim() != 2 or seq_idx.shape[1] != length or len(seq_idx) not in (1, rows):
+        raise ValueError(f"seq_idx: shape {tuple(seq_idx.shape)}; expected {rows, length}")
+    changes = F.pad(seq_idx.detach().cpu().diff() != 0, (1, 0)).expand(rows, -1)  # bool [rows, length]
+    documents = documents or [(0, length)]
+    for r, row in enumerate(changes):
+        edges = documents[r % len(documents)]
+        start, stop = (0, length) if ranges is None else ranges[r]
+        stop = min(stop, edges[-1])
+        theirs = set((row[start + 1 : stop].nonzero().flatten() + start + 1).tolist())
+        if different := theirs ^ {edge for edge in edges if start < edge < stop}:
+            raise ValueError(
+                f"seq_idx: in row {r} it {'starts' if min(different) in theirs else 'continues'} a document at token "
+                f"{min(different)}, but position_ids and cu_seq_lens do not; layers with recurrent states would keep "
+                "other documents apart than attention. Give position_ids that restart at each document, or cu_seq_lens "
+                "(DataCollatorWithFlattening returns position_ids)"
+            )
+
+
+def documents_from_boundaries(rows: Sequence[tuple[int, ...]], batch: int, length: int) -> Documents:
+    """The documents with the boundaries ``rows``, for one row or for each row of the batch."""
     if len(rows) not in (1, batch):
         raise ValueError(f"cu_seq_lens: boundaries for {len(rows)} rows, but the batch has {batch}")
     for row in rows:

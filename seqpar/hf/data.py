@@ -78,7 +78,7 @@ class ShardedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        self._random.start_epoch()
+        self._random.share()
         batches = self._batches()
         batch: Any = None
         is_first = True
@@ -163,19 +163,30 @@ class ShardedLoader:
             )
 
 
-def _check_split(loader: Any, size: int, rank: int) -> None:
-    """Raise an error if the loader's sampler or stream is split for other ranks than dp has."""
+class _Split(NamedTuple):
+    owner: str  # what splits the rows
+    name: str  # of its argument with the number of parts
+    size: int
+    rank: int
+
+
+def split_of(loader: Any) -> _Split | None:
+    """How the loader's sampler or stream is split, if it is."""
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
     if isinstance(sampler, DistributedSampler):
-        name, sizes, found = "DistributedSampler has num_replicas", "num_replicas", (sampler.num_replicas, sampler.rank)
-    elif (split := getattr(dataset, "_distributed", None)) is not None:  # a stream of Hugging Face
-        name, sizes, found = "split_dataset_by_node has world_size", "world_size", (split.world_size, split.rank)
-    else:
-        return
-    if found != (size, rank):
+        return _Split("DistributedSampler", "num_replicas", sampler.num_replicas, sampler.rank)
+    if (split := getattr(dataset, "_distributed", None)) is not None:  # a stream of Hugging Face
+        return _Split("split_dataset_by_node", "world_size", split.world_size, split.rank)
+    return None
+
+
+def _check_split(loader: Any, size: int, rank: int) -> None:
+    """Raise an error if the loader's sampler or stream is split for other ranks than dp has."""
+    split = split_of(loader)
+    if split is not None and (split.size, split.rank) != (size, rank):
         raise ValueError(
-            f"loader: its {name}={found[0]}, rank={found[1]}, but the mesh has dp={size} and this is dp rank {rank}; "
-            f"make it with {sizes}={size}, rank={rank}"
+            f"loader: its {split.owner} has {split.name}={split.size}, rank={split.rank}, but the mesh has dp={size} "
+            f"and this is dp rank {rank}; make it with {split.name}={size}, rank={rank}"
         )
 
 

@@ -5,7 +5,7 @@ The hooks of the forward store a ``Forward``, which the other hooks read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any, cast
@@ -22,7 +22,7 @@ from ..memory.zero import is_hook_of_zero_3
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
 from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, call_module, label_log_probs
-from .loss import TokenLoss, check_loss, replace_loss_function, version_of
+from .loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
 from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import (
     cache_of,
@@ -249,6 +249,11 @@ def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
             found = first if isinstance(first, Tensor) and first.dim() == 0 else None
         if found is not None:
             check_loss(found, forward)
+    if isinstance(output, MutableMapping):
+        for name, x in output.items():
+            output[name] = plain(x)
+    elif isinstance(output, tuple):
+        output = tuple(map(plain, output))
     if forward.scores is not None:
         if isinstance(output, tuple):
             raise ValueError("return_dict=False: a sequence's scores are all-gathered by name; leave return_dict out")

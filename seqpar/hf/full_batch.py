@@ -30,7 +30,7 @@ from ..memory.weights import CACHE_ARGUMENTS
 from ..sharding.same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_for_rank, shard_over
 from .logits import LazyLogits, MissingLogits
-from .loss import all_gather_tokens, join_tiles, reduce_over_ranks
+from .loss import WHOLE, all_gather_tokens, join_tiles, plain, reduce_over_ranks
 from .state import Forward, FullCall, Patch, current_forward, shards_text_model
 from .support import cache_of, parameters_of, pools_last_token, text_model
 
@@ -171,6 +171,8 @@ def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, 
             loss = user_loss or LOSS_MAPPING["ForSequenceClassification"]
             value = loss(logits=scores, labels=full_call.labels, pooled_logits=pooled, config=model.config)
             named = {"loss": value, **named}
+    elif isinstance(logits := named.get("logits"), Tensor):
+        setattr(logits, WHOLE, True)
     return named
 
 
@@ -180,7 +182,7 @@ def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> An
         return output
     local_loss = -output.log_probs.sum() / full_call.num_items
     # ``output.loss`` may also contain the router's loss, which has been reduced over the ranks already.
-    loss = output.loss - local_loss + reduce_over_ranks(local_loss, forward.patch, forward.model)
+    loss = output.loss - local_loss + plain(reduce_over_ranks(local_loss, forward.patch, forward.model))
     return type(output)(**{**output, "loss": loss})
 
 

@@ -182,6 +182,9 @@ class MissingLogits(Tensor):
         )
 
 
+torch._dynamo.config.nontraceable_tensor_subclasses.add(MissingLogits)
+
+
 def fused_cross_entropy(
     hidden: Tensor,
     head: nn.Linear,

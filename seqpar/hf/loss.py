@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
 
 from ..base.checks import no_compile
 from ..base.replaced import replaced_in
@@ -29,8 +30,8 @@ from .logits import LazyLogits, summed_cross_entropy
 from .state import Forward, Patch, current_forward
 from .support import default_loss
 
+WHOLE = "_seqpar_whole"  # an attribute of logits of all tokens, in the outputs of a model
 _ROUTER_LOSS = "load_balancing_loss_func"
-_ROUTER_FACTORS = "router_aux_loss_coef", "aux_loss_coef"  # of a model or its config, by which it multiplies that loss
 _FUSED_ROUTER = "transformers.models.mixtral.modeling_mixtral"  # TRL calls the router loss of this file for all models
 
 
@@ -40,6 +41,9 @@ class TokenLoss:
     Unlike transformers' loss functions it does not shift the labels, because ``shard_batch`` has shifted them. A
     ``user_loss``, set by ``model.loss_function = ...``, is called instead on every rank, with the logits and the
     unshifted labels of the full sequence.
+
+    Outside of a forward, logits of all tokens that the model has returned are given to transformers' own function, or
+    to ``user_loss``.
     """
 
     def __init__(self, patch: Patch, model: nn.Module, user_loss: Callable[..., Tensor] | None = None) -> None:
@@ -50,6 +54,9 @@ class TokenLoss:
     @no_compile
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         default = default_loss(self.model)
+        named = {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}
+        if current_forward() is None and kwargs.get("seqpar") is None and hasattr(named.get("logits"), WHOLE):
+            return (self.user_loss or default)(*args, **kwargs)
         if self.user_loss is None or self.user_loss is default:
             named = inspect.signature(default).bind_partial(*args).arguments
             return self._cross_entropy(**named, **kwargs)
@@ -113,7 +120,9 @@ class TokenLoss:
         shard = seqpar or (None if forward is None else forward.batch_shard)
         if shard is None or (shard.num_items is None and num_items_in_batch is None):
             raise ValueError(
-                "labels: they were not sharded by seqpar.hf.shard_batch; give it the full batch with 'labels'"
+                "labels: they were not sharded by seqpar.hf.shard_batch; give it the full batch with 'labels'. Outside "
+                "of a forward of the model, pass the logits as model(**batch) returns them for a full batch without "
+                "labels, or seqpar as shard_batch returned it"
             )
         if forward is not None and forward.local_labels is not None:
             _check_labels(labels, forward.local_labels, forward)
@@ -185,54 +194,55 @@ def version_of(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def check_loss(loss: Any, forward: Forward) -> None:
-    """Raise an error if ``loss``, which the model's forward has returned, was not reduced over the ranks.
+class ReducedLoss(Tensor):
+    """A loss that was reduced over the ranks, in the forward that computes it: the loss of ``TokenLoss``, the router's.
 
-    ``reduce_over_ranks`` has recorded the reduced terms: the loss of ``TokenLoss`` and the router's loss. The loss may
-    be any function of these terms, but must depend on no other tensor that requires gradients. Without gradients, it
-    must be the loss of ``TokenLoss``, or have the router's loss added to it as transformers adds it.
+    Whatever is computed from such losses, numbers and the model's buffers is a ``ReducedLoss`` too, with and without
+    gradients.
     """
-    nodes = {id(node) for node, _ in (*forward.loss_terms, *forward.router_terms)}
-    if isinstance(loss, Tensor) and loss.grad_fn is not None:
-        if nodes and _depends_only_on(loss.grad_fn, nodes):
-            return
-    elif isinstance(loss, Tensor) and any(
-        torch.allclose(loss.to(value), value, equal_nan=True) for value in _right_values(forward)
-    ):
+
+    changed = False  # whether a function has changed it in place with another tensor
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor):
+            return result
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        buffers = {id(x) for x in forward.model.buffers()} if (forward := current_forward()) is not None else set()
+        reduced = all(is_reduced(x) or id(x) in buffers for x in tensors)
+        if isinstance(result, ReducedLoss):
+            result.changed |= not reduced
+            return result
+        return result.as_subclass(ReducedLoss) if reduced else result
+
+
+# Dynamo then calls the function above, instead of tracing it.
+torch._dynamo.config.nontraceable_tensor_subclasses.add(ReducedLoss)
+
+
+def is_reduced(x: Any) -> bool:
+    return isinstance(x, ReducedLoss) and not x.changed
+
+
+def plain(x: Any) -> Any:
+    """``x``, without its class if it is a ``ReducedLoss``."""
+    return x.as_subclass(Tensor) if isinstance(x, ReducedLoss) else x
+
+
+def check_loss(loss: Any, forward: Forward) -> None:
+    """Raise an error if ``loss``, which the model's forward has returned, was not reduced over the ranks."""
+    if is_reduced(loss):
         return
     name = type(forward.model).__name__
     raise ValueError(
-        f"loss: the forward of {name} returned a loss of its own, or added a term to the loss of self.loss_function. "
-        "It computes them from the tokens of one rank, so that neither the loss nor the gradients are one device's. "
-        "Set model.loss_function = f instead: f(logits, labels, vocab_size, **kwargs) gets the full logits and the "
-        f"unshifted labels. Or let {name} return no loss, and compute it from the outputs of model(**batch) without "
-        "labels, which are full on every rank"
+        f"loss: the forward of {name} returned a loss of its own, or added a term to the loss of self.loss_function, "
+        "or multiplied it by a tensor that is no buffer. It computes them from the tokens of one rank, so that neither "
+        "the loss nor the gradients are one device's. Set model.loss_function = f instead: f(logits, labels, "
+        f"vocab_size, **kwargs) gets the full logits and the unshifted labels. Or let {name} return no loss, and "
+        "compute it from the outputs of model(**batch) without labels, which are full on every rank"
     )
-
-
-def _right_values(forward: Forward) -> list[Tensor]:
-    """The losses that a forward of transformers may return."""
-    if len(forward.loss_terms) != 1:
-        return []
-    model, value = cast(Any, forward.model), forward.loss_terms[0][1]
-    factors = [
-        getattr(x, name, None) or 0.0 for x in (model, model.config.get_text_config()) for name in _ROUTER_FACTORS
-    ]
-    return [value, *(value + factor * x.to(value) for _, x in forward.router_terms for factor in factors)]
-
-
-def _depends_only_on(node: Any, nodes: set[int]) -> bool:
-    """Whether every path of the autograd graph from ``node`` to a tensor that requires gradients enters ``nodes``."""
-    stack = [node]
-    while stack:
-        node = stack.pop()
-        if id(node) in nodes:
-            continue
-        inputs = [x for x, _ in node.next_functions if x is not None]
-        if not inputs:  # a parameter, or another tensor that requires gradients
-            return False
-        stack += inputs
-    return True
 
 
 def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Tensor:
@@ -253,11 +263,9 @@ def _sum_over(x: Tensor, group: ProcessGroup | None, patch: Patch) -> Tensor:
 
 
 def _note(loss: Tensor, model: nn.Module) -> Tensor:
-    """``loss``, a term of the loss of the current forward, which ``check_loss`` looks for."""
+    """``loss``, of which ``check_loss`` knows that it was reduced, if a forward of ``model`` is running."""
     forward = current_forward()
-    if forward is not None and forward.model is model:
-        forward.loss_terms.append((loss.grad_fn, loss.detach().clone()))
-    return loss
+    return loss.as_subclass(ReducedLoss) if forward is not None and forward.model is model else loss
 
 
 def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch) -> Tensor:
@@ -323,9 +331,7 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
         # rank's partial gradient, and the parts of all ranks sum to the loss.
         local_loss = (counts / tokens * (probability / tokens)).sum() * num_experts
-        loss = _sum_over_ranks(local_loss, patch)
-        forward.router_terms.append((loss.grad_fn, loss.detach().clone()))
-        return loss
+        return _note(_sum_over_ranks(local_loss, patch), forward.model)
 
     return load_balancing_loss
 

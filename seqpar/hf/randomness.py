@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import get_worker_info
 
 from ..comm.waiting import waiting
-from ..ranks.mesh import size_of
+from ..ranks.mesh import rank_in, size_of
 
 
 class SharedRandom:
@@ -31,7 +33,18 @@ class SharedRandom:
         self._states: Any = None
         self._outside: Any = None
 
-    def start_epoch(self) -> None:
+    def save(self, path: Path) -> None:
+        """Write the states to a file."""
+        python, (name, key, *rest), torch_state = self._states or _states()
+        torch.save((python, (name, key.tolist(), *rest), torch_state), path)
+
+    def load(self, path: Path) -> None:
+        """Give all ranks, which call this together, the states that the first rank reads from a file, if it exists."""
+        if rank_in(self.group) == 0 and path.exists():
+            self._states = torch.load(path, weights_only=True)
+        self.share()
+
+    def share(self) -> None:
         """Give the first rank's states to all ranks, which call this together."""
         if self.group is not None and size_of(self.group) > 1:
             states = [self._states or _states()]
@@ -75,13 +88,17 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
 class SeedAlike:
     """A ``worker_init_fn`` with one seed for the same worker of all ranks of a sequence.
 
+    A loader that is made from another one's parts, as by accelerate's ``skip_first_batches``, gets the same object, and
+    so the generators that its ranks share.
+
     Args:
         first: the ``worker_init_fn`` to call before. transformers' sets a seed that depends on the rank.
         replica: the number of the sequence, whose workers share seeds; workers of other sequences have other seeds.
+        shared: the generators of the loader in this process.
     """
 
-    def __init__(self, first: Callable[[int], None] | None, replica: int) -> None:
-        self.first, self.replica = first, replica
+    def __init__(self, first: Callable[[int], None] | None, replica: int, shared: SharedRandom) -> None:
+        self.first, self.replica, self.shared = first, replica, shared
 
     def __call__(self, worker: int) -> None:
         if self.first is not None:
@@ -91,3 +108,21 @@ class SeedAlike:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "shared": None}  # for worker processes, which do not draw from these generators
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SeedAlike:
+        return self  # process groups cannot be copied
+
+
+def share_random(loader: Any) -> None:
+    """Let each iteration of ``loader`` draw from the generators of its ``SeedAlike``, if it has one."""
+    if isinstance(loader.worker_init_fn, SeedAlike):
+        vars(loader)["__iter__"] = MethodType(_iterate, loader)  # accelerate's loaders call it by its name
+
+
+def _iterate(loader: Any) -> Iterator[Any]:
+    shared: SharedRandom = loader.worker_init_fn.shared
+    shared.share()
+    return shared.iterate(lambda: type(loader).__iter__(loader))

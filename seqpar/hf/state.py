@@ -217,8 +217,6 @@ class Forward:
     labels: Tensor | None = None  # removed from a call, because the model would compute a cross-entropy itself
     local_labels: Tensor | None = None  # the labels that the model's forward got, and their version (``version_of``)
     labels_version: int = 0
-    loss_terms: list[tuple[Any, Tensor]] = field(default_factory=list)  # node and value of each reduced term
-    router_terms: list[tuple[Any, Tensor]] = field(default_factory=list)  # the same of the routers' loss
     noise: tuple[nn.Module, float] | None = None  # the embedding that adds NEFTune's noise, and its alpha
     targets: Tensor | None = None  # this rank's shifted labels, if the caller wants log-probabilities, not a loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import os
@@ -103,7 +104,8 @@ def trainer_of(
     model: Any, config: Any, folder: str, steps: int, rows: Any, batch: int = 2, eval_rows: Any = None,
     trainer: Any = transformers.Trainer, **arguments: Any,
 ) -> Any:  # fmt: skip
-    options = {name: arguments.pop(name) for name in ("data_collator", "compute_metrics") if name in arguments}
+    of_trainer = "data_collator", "compute_metrics", "compute_loss_func"
+    options = {name: arguments.pop(name) for name in of_trainer if name in arguments}
     arguments = {"per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, **arguments}
     return trainer(
         model,
@@ -215,16 +217,16 @@ def with_loop(config: Any, folder: str, kind: str, batch: int, data: str, fsdp: 
     return losses, {}
 
 
-BODIES: dict[str, Callable[..., Run]] = {"trainer": with_trainer, "sft": with_sft, "loop": with_loop}
+BODIES: dict[str, Callable[..., Any]] = {"trainer": with_trainer, "sft": with_sft, "loop": with_loop}
 
 
 @on_ranks
-def parallel(group: ProcessGroup, body: str, config: dict[str, Any], *args: Any, **kwargs: Any) -> Run:
+def parallel(group: ProcessGroup, body: str, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     with torchrun(group):
         return BODIES[body](seqpar.hf.ParallelismConfig(**config), *args, **kwargs)
 
 
-def alone(body: str, *args: Any, config: dict[str, Any] | None = None, **kwargs: Any) -> Run:
+def alone(body: str, *args: Any, config: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     """The results of one process, without this package or with this ``config``."""
     with torchrun(None):
         return BODIES[body](None if config is None else seqpar.hf.ParallelismConfig(**config), *args, **kwargs)
@@ -432,6 +434,126 @@ def test_trainer_with(pools: dict[int, Pool], tmp_path: Path, what: str) -> None
         assert our_metrics == pytest.approx(metrics, rel=tolerance)
 
 
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def stack(name: str, fill: int) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence([row[name] for row in rows], True, fill)
+
+    ids = stack("input_ids", 0)
+    return {"input_ids": ids, "labels": stack("labels", -100), "attention_mask": (ids != 0).long()}
+
+
+def metrics_of(prediction: Any, compute_result: bool = True) -> dict[str, float]:
+    """Of predictions in one array, in a list of batches, or in lists of rows."""
+    values = {"labels": prediction.label_ids, "inputs": prediction.inputs, "losses": prediction.losses}
+    found = {f"{name}_{i}": x for name, y in values.items() if y is not None for i, x in enumerate(counted(y))}
+    count, total = counted(prediction.predictions)
+    return {**found, "predictions": total / 1000, "count": count} if compute_result else {}
+
+
+def counted(values: Any) -> tuple[int, float]:
+    """The number and the sum of all values that are not padding."""
+    if isinstance(values, list | tuple):
+        parts = [counted(x) for x in values]
+        return sum(count for count, _ in parts), sum(total for _, total in parts)
+    x = torch.as_tensor(values)
+    x = x[x != -100].float()
+    return x.numel(), float(x.sum())
+
+
+def of_outputs(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+    """As ``compute_loss_func``."""
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return F.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+# Of TrainingArguments and of the Trainer: what touches batches, samplers, the loss, outputs, gradients, precision and
+# evaluation. Arguments that start with "_" are of ``with_switches``.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "torch_compile": {
+        "torch_compile": True, "torch_compile_backend": "eager", "_evaluate": True, "_kind": "qwen3_moe"
+    },
+    "batch_rebalance": {"train_sampling_strategy": "batch_rebalance", "_lengths": True},
+    "group_by_length": {"train_sampling_strategy": "group_by_length", "_lengths": True, "_evaluate": True},
+    "sequential": {"train_sampling_strategy": "sequential"},
+    "prediction_loss_only": {"prediction_loss_only": True, "_metrics": True},
+    "eval_accumulation_steps": {"eval_accumulation_steps": 1, "_metrics": True, "_full": True},
+    "include_for_metrics": {"include_for_metrics": ["inputs", "loss"], "_metrics": True, "_full": True},
+    "eval_do_concat_batches": {"eval_do_concat_batches": False, "_metrics": True, "_full": True},
+    "eval_use_gather_object": {"eval_use_gather_object": True, "_metrics": True, "_full": True},
+    "batch_eval_metrics": {"batch_eval_metrics": True, "_metrics": True, "_full": True},
+    "label_smoothing_factor": {"label_smoothing_factor": 0.1, "_evaluate": True},
+    "compute_loss_func": {"compute_loss_func": of_outputs, "_evaluate": True},
+    "average_tokens_across_devices": {"average_tokens_across_devices": False, "_evaluate": True},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "bf16_full_eval": {"bf16_full_eval": True, "_evaluate": True, "_tolerance": 1e-2},
+    "epochs": {"max_steps": -1, "num_train_epochs": 2, "_rows": 9},
+    "dataloader_drop_last": {"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 2, "_rows": 9},
+    "even_batches": {"accelerator_config": {"even_batches": False, "use_seedable_sampler": False}},
+    "split_batches": {"accelerator_config": {"split_batches": True, "non_blocking": True}},
+    "max_grad_norm": {"max_grad_norm": 0.1, "optim": "sgd"},
+    "activation_checkpointing": {"activation_checkpointing": True, "use_cache": True},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "non_padding", "_lengths": True},
+    "load_best_model_at_end": {
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_on_start": True, "_evaluate": True,
+        **{f"{what}_{of}": value for of, value in (("strategy", "steps"), ("steps", 1)) for what in ("eval", "save")},
+    },
+    "ddp_find_unused_parameters": {"ddp_find_unused_parameters": True, "gradient_accumulation_steps": 1},
+    "ddp_static_graph": {"ddp_static_graph": True, "gradient_accumulation_steps": 1, "full_determinism": True},
+    "workers": {
+        "dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork",
+        "dataloader_persistent_workers": True,
+    },
+}  # fmt: skip
+
+
+def with_switches(config: Any, folder: str, name: str, batch: int = 2) -> Run:
+    """What a Trainer logs in two steps and an evaluation, with the switch ``name``."""
+    given = dict(SWITCHES[name])
+    own = {key: given.pop(key) for key in [*given] if key.startswith("_")}
+    lengths = None if "_lengths" in own else 37
+    rows, eval_rows = sequences(own.get("_rows", 12), lengths), sequences(8, lengths)
+    if lengths is None:
+        given["data_collator"] = padded
+    elif name == "split_batches":
+        batch = 4  # of all ranks
+    if "_metrics" in own:
+        given["compute_metrics"] = metrics_of
+    if config is not None and "_full" in own:
+        config = seqpar.hf.ParallelismConfig(cp_size=2, outputs="full")
+    given = {"gradient_accumulation_steps": 2, **given}
+    with may_have_children():
+        trainer = trainer_of(tiny(own.get("_kind", "llama")), config, folder, 2, rows, batch, eval_rows, **given)
+        if config is not None:
+            assert trainer.get_cp_size() == 2 and trainer.accelerator.parallelism_config.cp_size == 2
+        trainer.train()
+        evaluated = trainer.evaluate() if {"_evaluate", "_metrics"} & own.keys() else {}
+    metrics = {key: x for key, x in evaluated.items() if not key.endswith(("time", "_second"))}
+    history = trainer.state.log_history
+    for key in ("grad_norm", "eval_loss", "num_input_tokens_seen"):
+        metrics |= {f"{key}_{i}": float(entry[key]) for i, entry in enumerate(history) if key in entry}
+    metrics |= {"flos": trainer.state.total_flos, "batch": trainer.get_total_train_batch_size(trainer.args)}
+    return logged(trainer), {**metrics, "tolerance": own.get("_tolerance", LOSS)}
+
+
+BODIES["switches"] = lambda config, folder, names, batch=2: {
+    name: with_switches(config, f"{folder}/{name}", name, batch) for name in names
+}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_switches(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
+    """Each switch is right over 2 ranks that share sequences, and the samplers over 2 such groups."""
+    names = [*SWITCHES] if world == 2 else ["batch_rebalance", "eval_use_gather_object", "dataloader_drop_last"]
+    expected = alone("switches", str(tmp_path / "alone"), names, world)
+    for ours in pools[world].run(world, parallel, "switches", {"cp_size": 2}, str(tmp_path / "ranks"), names):
+        for name, (losses, metrics) in ours.items():
+            tolerance = metrics["tolerance"]
+            if world == 4:
+                metrics["flos"] = expected[name][1]["flos"]  # each process pads its rows to another length
+            assert losses and losses == pytest.approx(expected[name][0], abs=tolerance), name
+            assert metrics == pytest.approx(expected[name][1], rel=tolerance, abs=tolerance), name
+
+
 @on_ranks
 def trained_without(group: ProcessGroup, folder: str, what: str) -> str:
     with torchrun(group):
@@ -465,24 +587,48 @@ def test_trainer_without(pools: dict[int, Pool], tmp_path: Path, what: str, mess
         assert message in error
 
 
-def resumed(config: Any, folder: str, kind: str) -> list[float]:
-    """The losses of four steps. The last two run after resuming from a checkpoint."""
+def with_masks(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """As a collator for masked language models: it draws the labels from PyTorch's generator."""
+    ids = torch.nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
+    drawn = (torch.rand(ids.shape) < 0.5) & (ids != 0)
+    return {"input_ids": ids, "labels": ids.masked_fill(~drawn, -100), "attention_mask": (ids != 0).long()}
+
+
+class DrawsByRank(transformers.TrainerCallback):  # type: ignore[misc]
+    """Draws other random numbers on each rank, as dropout does."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        draw(args.process_index)
+
+
+def resumed(config: Any, folder: str, workers: int, data: str) -> Run:
+    """The losses of seven steps. The last four run after resuming in the middle of an epoch of five steps."""
     losses = []
-    for steps in (2, 4):
-        saves = {"save_strategy": "steps", "save_steps": 2}
-        trainer = trainer_of(tiny(kind), config, folder, steps, sequences(20), **saves)
-        trainer.train(resume_from_checkpoint=steps == 4)
+    rows = sequences(10, None if data == "group_by_length" else 37)
+    strategy = {"train_sampling_strategy": data} if data == "group_by_length" else {}
+    for steps in (3, 7):
+        with may_have_children():
+            trainer = trainer_of(
+                tiny("llama"), config, folder, steps, Stream(rows) if data == "stream" else rows,
+                save_strategy="steps", save_steps=3, data_collator=with_masks, dataloader_num_workers=workers,
+                **strategy,
+            )  # fmt: skip
+            if config is not None:
+                trainer.add_callback(DrawsByRank())
+            trainer.train(resume_from_checkpoint=steps == 7)
         losses = logged(trainer)
-    return losses
+    return losses, {}
 
 
-BODIES["resumed"] = lambda *args: (resumed(*args), {})
+BODIES["resumed"] = resumed
 
 
-def test_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
-    expected = alone("resumed", str(tmp_path / "alone"), "qwen3")
-    assert len(expected[0]) == 4
-    compare(pools[2].run(2, parallel, "resumed", {"cp_size": 2}, str(tmp_path / "two"), "qwen3"), expected)
+@pytest.mark.parametrize(("workers", "data"), [(0, "rows"), (2, "rows"), (0, "group_by_length"), (0, "stream")])
+def test_resume(pools: dict[int, Pool], tmp_path: Path, workers: int, data: str) -> None:
+    """In the middle of an epoch, with random numbers that are drawn in the collate function."""
+    expected = alone("resumed", str(tmp_path / "alone"), workers, data)
+    assert len(expected[0]) == 7
+    compare(pools[2].run(2, parallel, "resumed", {"cp_size": -1}, str(tmp_path / "two"), workers, data), expected)
 
 
 SCRIPT = """
@@ -568,6 +714,11 @@ def test_refused_configs(
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    for sizes in ({"sp_size": 8}, {}):  # as accelerate's users say it, or ``accelerate launch``
+        monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1" if sizes else "8")
+        config = seqpar.hf.ParallelismConfig(**sizes)
+        assert (config.cp_size, config.sp_size, config.settings.strategy) == (8, 1, "ulysses")
+    monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "1")
     config = seqpar.hf.ParallelismConfig(2, strategy="hybrid", ulysses_size=2)
     assert isinstance(config, accelerate.ParallelismConfig)
     assert config.cp_size == 2 and not config.cp_enabled
@@ -578,6 +729,8 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seqpar.hf.ParallelismConfig().cp_size == 8
     for wrong, message in (
         ({"cp_size": 0}, "cp_size=0: expected at least 1"),
+        ({"sp_size": 2, "strategy": "ring"}, "sp_size=2: it is the number of ranks of strategy='ulysses'"),
+        ({"sp_size": 2, "cp_size": 2}, "strategy='hybrid', ulysses_size=2"),
         ({"layout": "zigzack"}, "layout='zigzack'"),
         ({"outputs": "all"}, "outputs='all'"),
         ({"strategy": "rong"}, "strategy='rong'"),
@@ -657,22 +810,40 @@ def test_refused_mixin_trainers(tmp_path: Path) -> None:
 def drawn(group: ProcessGroup, sequence_ranks: int, workers: int) -> list[Any]:
     torch.manual_seed(group.rank())
     with torchrun(group), may_have_children():
-        accelerator = accelerate.Accelerator(parallelism_config=seqpar.hf.ParallelismConfig(cp_size=sequence_ranks))
-        loader, seen = accelerator.prepare(loader_of(workers, group.rank())), []
-        for _ in range(2):
-            for batch in loader:
+        stateful = accelerate.utils.DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = accelerate.Accelerator(
+            parallelism_config=seqpar.hf.ParallelismConfig(cp_size=sequence_ranks),
+            dataloader_config=stateful if workers < 0 else None,
+        )
+        loader, seen = accelerator.prepare(loader_of(max(workers, 0), group.rank())), []
+        loaders = [loader] * 3
+        if workers >= 0:  # torchdata's cannot be copied
+            loaders += [copy.copy(loader), copy.deepcopy(loader), accelerate.skip_first_batches(loader, 1)]
+        for each in loaders:
+            for batch in each:
                 seen.append((batch["input_ids"].tolist(), batch["labels"].tolist()))
                 draw(1 + 3 * group.rank())
+                if workers < 0 and len(seen) % 3 == 0:  # resume after this batch
+                    state = each.state_dict()
+                    each = accelerator.prepare(loader_of(0, group.rank()))
+                    each.load_state_dict(state)
+                    seen += [(batch["input_ids"].tolist(), batch["labels"].tolist()) for batch in each]
+                    break
     return seen
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 2, -1])
 def test_ranks_draw_the_same_rows(pools: dict[int, Pool], workers: int) -> None:
-    """From samplers, datasets and collate functions, and in workers that transformers seeds by the rank."""
+    """From samplers, datasets and collate functions, and in workers that transformers seeds by the rank.
+
+    Also from loaders that are copied, resumed, or made from a prepared one. -1: of torchdata.
+    """
+    if workers < 0:
+        pytest.importorskip("torchdata")
     first, second = pools[2].run(2, drawn, 2, workers)
-    assert first == second and len(first) == 8 and first[:4] != first[4:]
+    assert first == second and first[:4] != first[4:8] and len(first) == (23 if workers >= 0 else 12)
     by_rank = pools[4].run(4, drawn, 2, workers)
-    assert by_rank[0] == by_rank[1] != by_rank[2] == by_rank[3] and len(by_rank[0]) == 4
+    assert by_rank[0] == by_rank[1] != by_rank[2] == by_rank[3] and len(by_rank[0]) == (11 if workers >= 0 else 8)
     rows = sorted(row[0] // 100 for rank in (0, 2) for _, labels in by_rank[rank][:2] for row in labels)
     assert rows == [*range(8)]  # every row of an epoch once
 

@@ -63,16 +63,52 @@ def test_documents_from_positions_and_boundaries() -> None:
         "cu_seq_lens_k": edges,
         "max_length_q": 19,
         "max_length_k": 19,
+        "seq_idx": torch.bucketize(torch.arange(40), edges[1:-1], right=True)[None],
     }
     from_boundaries = shard_for_rank(flash, Cut(1, "zigzag"), 0)
     assert from_boundaries["seqpar"].mask == from_positions["seqpar"].mask
     assert torch.equal(from_boundaries["position_ids"], batch["position_ids"])
     assert set(from_boundaries) == {"input_ids", "position_ids", "seqpar"}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens"):
+        alone = shard_for_rank({"input_ids": batch["input_ids"], name: edges, "cu_seqlens": None}, Cut(1, "zigzag"), 0)
+        assert alone["seqpar"].mask == from_positions["seqpar"].mask
     open_end = shard_for_rank({"input_ids": batch["input_ids"], "cu_seqlens": [0, 11, 31]}, Cut(1, "zigzag"), 0)
     lo, hi = open_end["seqpar"].mask.intervals(torch.arange(40))
     assert torch.equal(hi[31:], lo[31:])  # past the last boundary there is padding
     for shard in (from_positions, from_boundaries, open_end):
         shard["seqpar"].mask.check_length(40)
+
+
+IDX = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2]])
+RESTARTS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3]])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"seq_idx": IDX}, "seq_idx: in row 0 it starts a document at token 3, but"),
+        ({"seq_idx": IDX, "position_ids": RESTARTS}, None),
+        ({"seq_idx": IDX, "cu_seq_lens_q": [0, 3, 4, 8]}, None),
+        ({"seq_idx": IDX[:, [0] * 3 + [3] * 5], "position_ids": RESTARTS}, "it continues a document at token 4"),
+        ({"seq_idx": IDX, "cu_seq_lens": [0, 3, 4]}, None),
+        ({"seq_idx": 0 * IDX}, None),
+        ({"seq_idx": IDX, "attention_mask": (IDX == 2).long()}, None),  # the changes are padding
+        ({"seq_idx": IDX[:, 1:]}, r"seq_idx: shape \(1, 7\); expected \(2, 8\)"),
+        (
+            {"cu_seq_lens_q": [0, 3, 8], "cu_seq_lens_k": [0, 4, 8]},
+            "cu_seq_lens_k: its documents are not cu_seq_lens_q's",
+        ),
+    ],
+)
+def test_arguments_that_carry_documents(given: dict[str, Any], message: str | None) -> None:
+    given = {name: x.expand(2, -1) if name == "attention_mask" else x for name, x in given.items()}
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), **given}
+    if message is None:
+        local = shard_for_rank(batch, Cut(1, "zigzag"), 0)
+        assert set(local) == {"input_ids", "position_ids", "seqpar"}
+    else:
+        with pytest.raises(ValueError, match=message):
+            shard_for_rank(batch, Cut(1, "zigzag"), 0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -92,6 +92,16 @@ def added_in_place(output: Any) -> None:
     output.loss += term(output)
 
 
+def scaled(output: Any) -> None:
+    output.loss *= 2.5
+    output["loss"] = (1.5 - output.loss).neg().to(torch.float64) / 3
+
+
+def weighted(output: Any) -> None:
+    """By a number that depends on the tokens of this rank, and has no gradient."""
+    output["loss"] = output.loss * output.logits.detach().square().mean()
+
+
 def subclass(base: Any, change: Callable[[Any], None] = lambda output: None, ignored: int | None = None) -> Any:
     """A class that passes its arguments on, changes the output, and ignores some labels."""
 
@@ -165,6 +175,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     "passes on": lambda: made(subclass(Llama)),
     "passes on experts": lambda: made(subclass(Qwen3Moe), "qwen3_moe"),
     "squares": lambda: made(subclass(Llama, squared)),
+    "scales": lambda: made(subclass(Llama, scaled)),
+    "scales experts": lambda: made(subclass(Qwen3Moe, scaled), "qwen3_moe"),
+    "weights": lambda: made(subclass(Llama, weighted)),
     "own": lambda: made(OwnForCausalLM),
     "adds": lambda: made(subclass(Llama, added)),
     "adds in place": lambda: made(subclass(Llama, added_in_place)),
@@ -204,7 +217,13 @@ def check_losses(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Re
             continue
         if how == "shard_batch":
             given = seqpar.hf.shard_batch(given, group=group)
-        loss = outer(**given).loss
+        if how in ("outside", "outside, shifted"):  # as in DeepSpeed's loops
+            labels = given.pop("labels")
+            shifted = {"labels": None, "shift_labels": F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()}
+            labels = {"labels": labels} if how == "outside" else shifted
+            loss = model.loss_function(logits=outer(**given).logits, vocab_size=VOCAB, **labels)
+        else:
+            loss = outer(**given).loss
         loss.backward()
         if how != "ddp":
             seqpar.sync_gradients(model, group=group)
@@ -223,7 +242,10 @@ RIGHT = [
     *(("module", "", how) for how in ("ddp", "per_rank")),
     *(("plain", batch, "") for batch in ("no labels", "divisor 0")),
     ("plain", "no labels", "ddp"),
-    *((name, "", "evaluated") for name in ("passes on experts", "plain")),
+    *((name, "", how) for name in ("scales", "scales experts") for how in ("", "evaluated")),
+    *((name, "", "evaluated") for name in ("passes on experts", "plain", "squares")),
+    *(("plain", "", how) for how in ("outside", "outside, shifted")),
+    ("function", "", "outside"),
 ]
 
 
@@ -236,7 +258,7 @@ def test_losses_of_the_user(pool: Pool, world: int) -> None:
 OWN = "returned a loss of its own, or added a term.* model.loss_function = f .*model\\(\\*\\*batch\\) without labels"
 CHANGED = "loss function with other labels than it was given"
 REFUSED = {
-    **{(name, how): OWN for name in ("own", "adds", "adds in place") for how in ("", "evaluated")},
+    **{(name, how): OWN for name in ("own", "adds", "adds in place", "weights") for how in ("", "evaluated")},
     **{("adds experts", how): OWN for how in ("", "evaluated")},
     ("replaced", ""): OWN,
     ("replaced", "after"): OWN,
@@ -261,6 +283,10 @@ def check_refused(group: ProcessGroup) -> None:
             batch["shift_labels"] = F.pad(batch.pop("labels"), (0, 1), value=-100)[:, 1:]
         with torch.inference_mode(how == "evaluated"), pytest.raises(ValueError, match=words):
             model(**batch)
+    local = seqpar.hf.shard_batch(make_batch("plain"), group=group)
+    labels, model = local.pop("labels"), seqpar.hf.parallelize(tiny("llama"), group=group)
+    with pytest.raises(ValueError, match="Outside of a forward of the model, pass the logits as"):
+        model.loss_function(logits=model(**local).logits, labels=labels, vocab_size=VOCAB)
 
 
 def test_refused_losses(pool: Pool) -> None:
