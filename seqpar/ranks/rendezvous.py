@@ -42,6 +42,7 @@ _Entry = tuple[str, list[int]]  # the operation, and the ranks that this rank ha
 # How often a rank looks whether rank 0 has begun another round, at first and at most. Later waits are longer, so that a
 # thousand ranks do not keep the store busy.
 _POLL_S, _LONGEST_POLL_S = 0.01, 0.5
+_FIRST_POLL_S = 0.001
 # What to do about missing ranks, for error messages.
 ADVICE = (
     "look for an earlier error on other ranks (in their input, mask, mesh or group), or for a call that only some "
@@ -80,27 +81,54 @@ def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: ti
     if size == 1 or is_simulated():
         return [value] * size
     check_own_process(purpose)
-    store, key, began = _get_default_store(), _key(purpose, ranks), time.monotonic()
+    values = _all_gather(_get_default_store(), purpose, ranks, index, value, timeout)
+    own_entry.remove()
+    return values
+
+
+def fresh_prefix(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
+    """A prefix for the keys of a new default group, which all ranks call this for. No entry in the store has it.
+
+    torchrun may start the ranks again with the same store. A process group of PyTorch would then use entries of ranks
+    that have ended, and try to connect to them.
+
+    Raises:
+        RuntimeError: some ranks did not call this function before the timeout. The message names them.
+    """
+    return _all_gather(store, "the start of the process group", range(world), rank, uuid.uuid4().hex, timeout)[0]
+
+
+def _all_gather(
+    store: dist.Store, purpose: str, ranks: Sequence[int], index: int, value: str, timeout: timedelta
+) -> list[str]:
+    """``store_all_gather`` on the rank ``ranks[index]``."""
+    key, began = _key(purpose, ranks), time.monotonic()
     try:
-        entries = (_join if index else _gather)(store, key, value, index or size, purpose, timeout)
+        entries = (_join if index else _gather)(store, key, value, index or len(ranks), purpose, timeout)
         if missing := [ranks[i] for i, entry in enumerate(entries) if entry is None]:
             own_entry.write(purpose, missing)
     except RuntimeError as error:  # DistNetworkError
         raise RuntimeError(missing_message(None, purpose, time.monotonic() - began)) from error
     if missing:
         raise RuntimeError(missing_message(missing, purpose, time.monotonic() - began))
-    own_entry.remove()
     return [entry for entry in entries if entry is not None]
 
 
 def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> None:
-    """Wait for the keys. RuntimeError (DistStoreError): they were not set in time."""
-    first = min(seconds, LONG_WAIT.total_seconds())
-    try:
-        store.wait(keys, timedelta(seconds=first))
-    except RuntimeError:
-        own_entry.write(purpose)
-        store.wait(keys, timedelta(seconds=max(seconds - first, _POLL_S)))
+    """Wait for the keys. RuntimeError (DistStoreError): they were not set in time.
+
+    Ranks usually arrive within a second. For so long this polls, about ten times: a wait of the store that ends without
+    the keys makes torch print a warning that reads like a failure.
+    """
+    began, poll = time.monotonic(), _FIRST_POLL_S
+    while not store.check(keys):
+        waited = time.monotonic() - began
+        if waited >= min(seconds, LONG_WAIT.total_seconds()):
+            own_entry.write(purpose)
+            store.wait(keys, timedelta(seconds=max(seconds - waited, _POLL_S)))
+            return
+        time.sleep(poll)
+        poll *= 2
 
 
 # After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
@@ -158,8 +186,11 @@ class OwnEntry:
         self.written = True
 
     def write(self, operation: str, missing: Sequence[int] = ()) -> None:
-        """Write that this rank waits in ``operation``, and the ranks for which it has waited in vain."""
-        if not is_simulated():
+        """Write that this rank waits in ``operation``, and the ranks for which it has waited in vain.
+
+        Before the default group has started, nobody reads the entry, and none is written.
+        """
+        if dist.is_initialized() and not is_simulated():
             self.written = True
             _get_default_store().set(_ENTRY.format(dist.get_rank()), json.dumps([operation, [*missing]]))
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from ..base.checks import check_int
+from .rendezvous import fresh_prefix
 
 # What starts processes without torchrun's variables: the number of processes, then this one's rank, and its rank on its
 # host. Inside an allocation of SLURM, SLURM_NTASKS is set in every shell; in a step of srun, SLURM_STEP_NUM_TASKS too.
@@ -121,11 +122,23 @@ def start_process_group(
                 "call init_mesh in the rank. A worker cuts with the Sharding or the collate function that the rank "
                 "made, or with Sharding.balanced(..., ranks=, rank=)"
             )
-        dist.init_process_group(backend, **options)
+        rank, store = int(os.environ["RANK"]), _job_store(options["timeout"])
+        prefix = fresh_prefix(store, rank, world, options["timeout"])
+        dist.init_process_group(
+            backend, store=dist.PrefixStore(f"seqpar/{prefix}", store), rank=rank, world_size=world, **options
+        )
     else:  # one process, without a port
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
     # gloo's threads must not outlive the interpreter. A group that the caller started is left to the caller.
     atexit.register(_end_process_group)
+
+
+def _job_store(timeout: timedelta) -> dist.Store:
+    """The store of torchrun's environment. It may have entries of ranks that have ended (see ``fresh_prefix``)."""
+    store: dist.Store
+    store, _, _ = next(dist.distributed_c10d.rendezvous("env://", timeout=timeout))
+    store.set_timeout(timeout)
+    return store
 
 
 def _own_device(device_id: torch.device | int | None) -> torch.device:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
 from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.run
 from torch.distributed import ProcessGroup
 
 from seqpar.ranks import rendezvous
@@ -53,3 +58,51 @@ def gather_again(group: ProcessGroup, port: int, absent: list[int]) -> list[list
 def test_ranks_that_torchrun_starts_again_store_all_gather(own: OwnPool, absent: list[int]) -> None:
     for values in own.pool.run(3, gather_again, own.port, absent, deadline_s=30):
         assert values == [[f"{word} {rank}" for rank in range(3)] for word in ("first", "second", "third")]
+
+
+# At first, the ranks arrive more than a second apart. Twice, a rank is killed after its first call of attention.
+SCRIPT = """
+import os, signal, time, torch, seqpar
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+torch.set_num_threads(1)
+for start in (0, 1):
+    time.sleep(1.2 * (rank != start) * (attempt == 0))
+    if start == 0:
+        mesh = seqpar.init_mesh(ring=-1, device_type="cpu", timeout=30)
+    sharding = seqpar.Sharding(32, mesh=mesh)
+    q = sharding.shard(torch.randn(1, 32, 2, 4))
+    seqpar.attention(q, q, q, sharding=sharding)
+print(f"[attempt {attempt} of rank {rank}]", flush=True)
+if attempt < 2:
+    if rank == attempt:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+def run_torchrun(out: Path, arguments: list[str]) -> None:
+    """``torchrun``, with ``out`` as the standard output and the standard error of the ranks."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with out.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.distributed.run.main(arguments)
+
+
+def test_a_mesh_after_a_restart_has_nothing_of_the_ranks_that_have_ended(tmp_path: Path) -> None:
+    script, out = tmp_path / "script.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    # The ranks are forks of torchrun's process, which import nothing again.
+    fast = ["--monitor-interval", "0.1", "--run-path", "--start-method=fork"]
+    arguments = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "2", *fast, str(script)]
+    torchrun = get_context("forkserver").Process(target=run_torchrun, args=(out, arguments))
+    torchrun.start()
+    try:
+        torchrun.join(100)
+    finally:
+        torchrun.kill()
+    text = out.read_text()
+    assert torchrun.exitcode == 0, text
+    ended = re.findall(r"attempt (\d) of rank (\d)", text)
+    assert sorted(ended) == [(str(attempt), str(rank)) for attempt in range(3) for rank in range(2)], text
+    assert "timed out" not in text, text  # lines of torch that read like a failure

@@ -33,10 +33,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     noted: dict[str, Any] = {}
 
     def init_process_group(backend: str, **options: Any) -> None:
+        if options["world_size"] > 1:
+            where = [options.pop(name) for name in ("store", "rank", "world_size")]
+            assert isinstance(where[0], dist.PrefixStore) and where[1:] == [0, int(os.environ["WORLD_SIZE"])]
         noted.update(options, backend=backend)
         raise StartedError
 
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(startup, "_job_store", lambda timeout: dist.HashStore())
+    monkeypatch.setattr(startup, "fresh_prefix", lambda *arguments: "new")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: noted.update(set_device=device))
