@@ -29,6 +29,9 @@ _AVERAGED = (*DIMENSIONS, "dp_replicate", "dp_shard")
 # By mesh and names of dimensions: the group. Slicing a mesh takes a tenth of a millisecond, which calls avoid.
 _mesh_groups: MutableMapping[DeviceMesh, dict[tuple[tuple[str, ...], bool], ProcessGroup]] = WeakIdKeyDictionary()
 
+# By default group, device type and sizes: what ``init_mesh`` has made.
+_meshes: MutableMapping[ProcessGroup, dict[tuple[Any, ...], DeviceMesh]] = WeakKeyDictionary()
+
 
 def init_mesh(
     dp: int = 1,
@@ -50,7 +53,9 @@ def init_mesh(
     The sequence is sharded over ring x ulysses (rank = ring_rank * ulysses_size + ulysses_rank), and for
     ``strategy="tp_sp"`` over tp too. If ring and ulysses are 1, it is sharded over tp under every strategy.
 
-    The ranks compare their sizes, so that all of them raise if they differ, and learn which of them share a host.
+    The ranks compare their sizes, so that all of them raise if they differ, and learn which of them share a host. So
+    all ranks make every call. A call with the sizes of an earlier one returns the same mesh, as long as its process
+    groups are running, because new ones would take memory and threads until the end of the job.
 
     Args:
         dp: number of replicas of the sequence group, which process different data.
@@ -97,12 +102,22 @@ def init_mesh(
     duration = check_timeout(timeout)
     if not dist.is_initialized():
         start_process_group(device_type, world, backend, duration, device_id)
-    _agree_on_mesh((device_type, *shape))
+    spec = device_type, *shape
+    # Ranks whose calls came out of step after an error agree again here, also if the mesh exists.
+    _agree_on_mesh(spec)
+    assert dist.group.WORLD is not None
+    if dist.group.WORLD not in _meshes:
+        _meshes.clear()  # meshes keep their default group, also after it was destroyed
+    meshes = _meshes.setdefault(dist.group.WORLD, {})
+    running = dist.distributed_c10d._world.pg_map
+    if spec in meshes and all(group in running for group in _mesh_groups[meshes[spec]].values()):
+        return meshes[spec]
     mesh = dist.init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
     # Flattening makes process groups, which is collective. So it is done here, not in the first call that needs one.
     set_timeouts(mesh)
     for names in (("ring", "ulysses"), ("ring", "ulysses", "tp"), ("dp", "ring", "ulysses")):
         dimension_group(mesh, names)
+    meshes[spec] = mesh
     return mesh
 
 

@@ -104,3 +104,33 @@ def timeouts(group: ProcessGroup, port: int) -> list[float]:
 def test_groups_have_the_timeout_of_the_caller(own: OwnPool) -> None:
     for seconds in own.pool.run(4, timeouts, own.port):
         assert seconds == [7.0] * 8
+
+
+@on_ranks
+def meshes_again(group: ProcessGroup, port: int) -> list[str]:
+    """What is wrong with meshes that are made again."""
+    wrong = list[str]()
+    for world in range(2):  # the second default group has meshes of its own
+        start(port, f"again {world}", group.rank(), group.size())
+        ring = seqpar.init_mesh(ring=-1, device_type="cpu")
+        pair = seqpar.init_mesh(dp=2, ring=2, device_type="cpu")
+        groups = dist.get_pg_count()
+        for mesh, sizes in ((ring, {"ring": -1}), (pair, {"dp": 2, "ring": 2}), (ring, {"ring": 4, "tp": 1})):
+            if seqpar.init_mesh(**sizes, device_type="cpu") is not mesh:
+                wrong.append(f"{sizes} of world {world}: another mesh")
+        if dist.get_pg_count() != groups:
+            wrong.append(f"{groups} groups became {dist.get_pg_count()}")
+        different = message_of(lambda: seqpar.init_mesh(ring=2, dp=2) if group.rank() else seqpar.init_mesh(ring=-1))
+        if "the ranks ask for different meshes" not in different:
+            wrong.append(different)
+        dist.destroy_process_group(pair.get_group("ring"))
+        if seqpar.init_mesh(dp=2, ring=2, device_type="cpu") is pair:
+            wrong.append("a mesh whose group has been destroyed")
+        sharding = seqpar.Sharding(22, mesh=seqpar.init_mesh(ring=-1, device_type="cpu"))
+        x = sharding.shard(torch.randn(1, 22, 2, 4))
+        seqpar.attention(x, x, x, sharding=sharding)
+    return wrong
+
+
+def test_the_same_sizes_are_the_same_mesh(own: OwnPool) -> None:
+    assert own.pool.run(4, meshes_again, own.port) == [[]] * 4
