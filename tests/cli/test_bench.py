@@ -41,6 +41,7 @@ from seqpar.planner.layer import attention_seconds
 from seqpar.planner.setting import Setting
 
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 from ..settings import H100, attention_shape
 from .command import exit_code
 
@@ -125,7 +126,7 @@ def test_linear_attention_is_its_definition() -> None:
     rates = 1 - 2.0 ** (-5.0 - torch.arange(2, 4, dtype=torch.float64))
     decay = torch.where(i[:, None] >= i, rates[:, None, None] ** (i[:, None] - i), 0.0)  # [h, t, t]
     expected = (torch.einsum("bihd,bjhd->bhij", q / 2, k.expand_as(q)) * decay) @ v.transpose(1, 2)
-    torch.testing.assert_close(linear_attention(slice(2, 4), q, k, v).float(), expected.transpose(1, 2).float())
+    assert_close(linear_attention(slice(2, 4), q, k, v).float(), expected.transpose(1, 2).float())
     with FlopCounterMode(display=False) as counter:
         linear_attention(slice(0, 2), *(torch.randn(1, 256, 2, 8) for _ in range(3)))
     case = replace(LINEAR, seq_len=256, batch=1, heads=2, head_dim=8)

@@ -26,6 +26,7 @@ from seqpar.comm.p2p import without_messages
 from seqpar.ranks.mesh import Subgroup, global_ranks, ranks_by_host
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
+from ..reference import assert_error
 from ..strategy_cases import STRATEGIES
 
 CPU = torch.device("cpu")
@@ -289,7 +290,7 @@ def train_under_ddp(group: ProcessGroup, strategy: str) -> float:
 @pytest.mark.parametrize("strategy", ["ring", "hybrid"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_model_trains_under_ddp_over_the_same_ranks(pool: Pool, world: int, strategy: str) -> None:
-    assert max(pool.run(world, train_under_ddp, strategy)) < 1e-12
+    assert_error(max(pool.run(world, train_under_ddp, strategy)), 0.0, dtype=torch.float64)
 
 
 @on_ranks

@@ -28,6 +28,7 @@ from seqpar.comm.p2p import connect, exchange, new_message, without_messages
 from seqpar.comm.shared_memory import ReceiveMode, SharedMemoryTransport, shared_memory
 
 from ..pool import OwnPool, Pool, at_once, limit_waits, on_ranks, start
+from ..reference import assert_close
 from ..strategy_cases import STRATEGIES
 
 CPU = torch.device("cpu")
@@ -144,7 +145,7 @@ def test_attention_is_the_same_as_over_gloo(pool: Pool, name: str, world: int, k
         pool.run(world, step, STRATEGIES[name], kv_heads, shared_memory=shared) for shared in (True, False)
     )
     for (tensors, *sent), (expected, *expected_sent) in zip(in_memory, over_gloo, strict=True):
-        assert all(torch.allclose(x, y, rtol=1e-12, atol=1e-12) for x, y in zip(tensors, expected, strict=True))
+        assert_close(tensors, expected)
         assert sent == expected_sent and min(sent) > 0
 
 

@@ -182,7 +182,7 @@ def compiled_on_hosts(group: ProcessGroup, per_host: int) -> tuple[list[str], in
             y = run(x, sharding=sharding)
             results = torch.autograd.grad(y.sin().sum(), x)
             out = run_call(q)
-    torch.testing.assert_close((y, out, results), (*expected, gradient), rtol=1e-12, atol=1e-12)
+    assert_close((y, out, results), (*expected, gradient))
     return list(t.chosen.elements()), t.steps
 
 

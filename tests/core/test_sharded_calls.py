@@ -349,7 +349,7 @@ def loss_with_a_sharding(group: ProcessGroup, layout: str) -> tuple[Tensor, Tens
     expected = F.cross_entropy(full.mT, labels)
     expected.backward()
     assert logits_local.grad is not None and full.grad is not None
-    torch.testing.assert_close(logits_local.grad / group.size(), sharding.shard(full.grad))
+    assert_close(logits_local.grad / group.size(), sharding.shard(full.grad))
     return loss.detach(), expected.detach(), handshakes[0]
 
 
@@ -358,7 +358,7 @@ def loss_with_a_sharding(group: ProcessGroup, layout: str) -> tuple[Tensor, Tens
 def test_token_loss_with_a_sharding(pool: Pool, world: int, layout: str) -> None:
     for loss, expected, handshakes in pool.run(world, loss_with_a_sharding, layout):
         assert handshakes == 0
-        torch.testing.assert_close(loss, expected)
+        assert_close(loss, expected)
 
 
 # The mask, the length in tokens, and words of the message.

@@ -25,6 +25,7 @@ import seqpar
 from seqpar import Mask, Sharding
 
 from ..pool import OwnPool, on_ranks
+from ..reference import assert_close
 
 TOKENS, HIDDEN, VOCAB = 19, 8, 11
 
@@ -165,7 +166,7 @@ def train(group: ProcessGroup, seed: int, sizes: tuple[int, ...], spread: str, w
             grad: Any = p.grad
             if wrapper != "fsdp1" or "experts" in name:  # FSDP1 keeps parts of flattened gradients
                 grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                torch.testing.assert_close(grad, theirs[name].grad, rtol=1e-9, atol=1e-13, msg=f"{name}: {{}}".format)
+                assert_close(grad, theirs[name].grad, what=name)
 
     compare()
     if holders.size() > 1:
@@ -174,7 +175,7 @@ def train(group: ProcessGroup, seed: int, sizes: tuple[int, ...], spread: str, w
     norm = seqpar.clip_grad_norm_(wrapped, 0.01, mesh=mesh, ignore=ignore)
     expected = nn.utils.clip_grad_norm_(local.parameters(), 0.01)
     assert expected > 0.02  # the gradients are clipped
-    torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
+    assert_close(norm, expected)
     norms: list[Any] = [None] * group.size()
     dist.all_gather_object(norms, norm.item())
     assert len({*norms}) == 1

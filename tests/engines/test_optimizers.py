@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from importlib import import_module
@@ -23,6 +24,7 @@ from seqpar import Sharding
 
 from ..models import full
 from ..pool import Pool, on_ranks
+from ..reference import assert_close, nudge
 from .model import TOKENS, Model, random_rows
 
 STEPS, RANK, NEW_SPACE = 3, 2, 2
@@ -92,36 +94,39 @@ OPTIMIZERS: dict[str, Callable[[nn.Module, ProcessGroup | None], list[Optimizer]
 }
 
 
-def two_models(seed: int, group: ProcessGroup) -> tuple[Model, Model, Sharding]:
-    """The model on one process and on ``group``, in float64."""
+def models_of(seed: int, group: ProcessGroup) -> tuple[Model, Model, Model, Sharding]:
+    """The model on one process, the same with the last unit of its weights changed, and on ``group``, in float64."""
     torch.manual_seed(seed)
     local, sharding = Model().double(), Sharding(TOKENS, "zigzag", group=group)
+    nudged = copy.deepcopy(local)
+    nudge(nudged.parameters())
     model = Model("ring", group=group, layout="zigzag").double()
     model.load_state_dict(local.state_dict())
-    return local, model, sharding
+    return local, nudged, model, sharding
 
 
-def check(local: Model, model: Model) -> None:
-    theirs = dict(local.named_parameters())
+def check(local: Model, nudged: Model, model: Model) -> None:
+    theirs, rounded = (dict(x.named_parameters()) for x in (local, nudged))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(full(p), theirs[name], rtol=1e-8, atol=1e-11, msg=f"{name}: {{}}".format)
+        assert_close(p, theirs[name], what=name, rounded=rounded[name])
 
 
 @on_ranks
 def train(group: ProcessGroup, seed: int, name: str) -> None:
-    local, model, sharding = two_models(seed, group)
-    optimizers = OPTIMIZERS[name](local, None), OPTIMIZERS[name](model, group)
+    local, nudged, model, sharding = models_of(seed, group)
+    optimizers = [OPTIMIZERS[name](x, None) for x in (local, nudged)] + [OPTIMIZERS[name](model, group)]
     before = [p.detach().clone() for p in local.parameters()]
     for _ in range(STEPS):
         ids, labels = random_rows(2)
         local(ids, labels).backward()
+        nudged(ids, labels).backward()
         model(ids, labels, sharding).backward()
         seqpar.sync_gradients(model, group=group)
         for optimizer in chain(*optimizers):
             optimizer.step()
             optimizer.zero_grad()
     assert not any(torch.equal(p, x) for p, x in zip(local.parameters(), before, strict=True))
-    check(local, model)
+    check(local, nudged, model)
 
 
 def fresh_seed() -> int:
@@ -138,14 +143,14 @@ def test_optimizers_after_the_average(pool: Pool, name: str) -> None:
 @on_ranks
 def train_in_backward(group: ProcessGroup, seed: int, how: str) -> None:
     """GaLore layer by layer: each parameter has an optimizer of its own, which steps and then frees the gradient."""
-    local, model, sharding = two_models(seed, group)
+    local, nudged, model, sharding = models_of(seed, group)
     averaging = ExitStack()
     if how == "fully_shard":
         for module in (model.attention, model.mlp, model):
             fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
     else:
         averaging = seqpar.average_in_backward(model, group=group)
-    optimizers = {p: GaLore([p]) for m in (local, model) for p in m.parameters()}
+    optimizers = {p: GaLore([p]) for m in (local, nudged, model) for p in m.parameters()}
 
     def step(p: Tensor) -> None:
         optimizers[p].step()  # type: ignore[index]
@@ -157,9 +162,10 @@ def train_in_backward(group: ProcessGroup, seed: int, how: str) -> None:
         for _ in range(STEPS):
             ids, labels = random_rows(2)
             local(ids, labels).backward()
+            nudged(ids, labels).backward()
             model(ids, labels, sharding).backward()
             assert all(p.grad is None for p in model.parameters())
-    check(local, model)
+    check(local, nudged, model)
 
 
 @pytest.mark.parametrize("how", ["average_in_backward", "fully_shard"])

@@ -17,6 +17,7 @@ import seqpar
 from seqpar import Mask, Sharding
 
 from ..pool import OwnPool, on_ranks
+from ..reference import assert_close
 
 TOKENS, HIDDEN, VOCAB, LAYERS, MICRO_BATCHES, STEPS = 13, 8, 11, 4, 4, 2
 SINGLE = ("GPipe", "1F1B")  # schedules with one stage on each rank
@@ -132,17 +133,17 @@ def train(group: ProcessGroup, seed: int, schedule: str, strategy: str) -> None:
             expected = F.cross_entropy(logits.mT, labels)
         expected.backward()
         if averages and count - 1 in stages:
-            torch.testing.assert_close(torch.stack(losses).mean(), expected)
+            assert_close(torch.stack(losses).mean(), expected)
         theirs = dict(local.named_parameters())
         for part in parts:
             for name, p in part.named_parameters():
-                torch.testing.assert_close(p.grad, theirs[name].grad, rtol=1e-8, atol=1e-12, msg=f"{name}: {{}}".format)
+                assert_close(p.grad, theirs[name].grad, what=name)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     for part in parts:
         for name, p in part.named_parameters():
-            torch.testing.assert_close(p, theirs[name], rtol=1e-7, atol=1e-9, msg=f"{name}: {{}}".format)
+            assert_close(p, theirs[name], what=name)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])

@@ -22,6 +22,7 @@ import seqpar
 from seqpar import Sharding
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
+from ..reference import assert_close
 
 TOKENS, HIDDEN, VOCAB = 13, 8, 11
 
@@ -130,7 +131,7 @@ def assert_equal(got: dict[str, Tensor], local: nn.Module) -> None:
         if p.grad is None:
             assert name not in got or not got[name].any(), name
         else:
-            torch.testing.assert_close(got[name], p.grad, rtol=1e-9, atol=1e-13, msg=f"{name}: {{}}".format)
+            assert_close(got[name], p.grad, what=name)
 
 
 def two_models(kind: str, checkpointed: bool | None = None) -> tuple[Model, Model]:
@@ -207,7 +208,7 @@ def step_with_dp(group: ProcessGroup, seed: int, how: str, over: str, kind: str)
         own = slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
         loss, expected = wrapped(ids[own], labels[own], sharding), local(ids, labels, None)
         if kind == "tokens":
-            torch.testing.assert_close(loss, expected)
+            assert_close(loss, expected)
         loss.backward()
         expected.backward()
         if over in ("dp", ""):
@@ -248,7 +249,7 @@ def divide_by_hand(group: ProcessGroup, seed: int) -> None:
     vars(model)["forward"] = losses
     seqpar.token_loss(wrapped(), sharding.shard(labels), sharding=sharding, gradients="sum").backward()
     for layer in ("head", "embed"):
-        torch.testing.assert_close(whole(getattr(model, layer).weight.grad), getattr(local, layer).weight.grad)
+        assert_close(whole(getattr(model, layer).weight.grad), getattr(local, layer).weight.grad)
 
 
 def test_a_divisor_that_was_set_by_hand(pool: Pool) -> None:
@@ -270,7 +271,7 @@ def frozen_base(group: ProcessGroup, seed: int) -> None:
         out = head(sharding.unshard(hidden)) if whole else head(hidden)
         out.square().mean().backward()  # each rank has 4 tokens
         seqpar.sync_gradients(nn.Sequential(body, head), group=group)
-        torch.testing.assert_close(head.bias.grad, wanted)
+        assert_close(head.bias.grad, wanted)
 
 
 def test_a_frozen_base(pool: Pool) -> None:
@@ -338,10 +339,10 @@ def unshard_twice_differentiated(group: ProcessGroup, seed: int) -> None:
     (wanted,) = torch.autograd.grad(local.square().sum(), w)
     share = loss(sharding.shard(x), sharding.unshard) / group.size()
     gathered = dist_nn.all_reduce(share, group=group)  # the mean of the first gradients
-    torch.testing.assert_close(gathered, local)
+    assert_close(gathered, local)
     (second,) = torch.autograd.grad(gathered.square().sum(), w)
     torch.distributed.all_reduce(second, group=group)
-    torch.testing.assert_close(second / group.size(), wanted)
+    assert_close(second / group.size(), wanted)
 
 
 def test_second_derivatives_of_unshard(pool: Pool) -> None:

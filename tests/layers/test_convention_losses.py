@@ -18,6 +18,7 @@ from seqpar import Sharding
 
 from ..models import sum_gradients
 from ..pool import Pool, mesh_of, on_ranks
+from ..reference import assert_close
 from .test_convention import HIDDEN, TOKENS, VOCAB, assert_equal, fresh_seed, gradients, rows, two_models, whole
 
 
@@ -165,7 +166,7 @@ def sharded_vocabulary(group: ProcessGroup, seed: int, degrees: tuple[int, int, 
         else:
             losses = model["head"](x, labels_local, sharding)
         loss = seqpar.token_loss(losses, labels_local, sharding=sharding)
-        torch.testing.assert_close(loss, F.cross_entropy(local_logits(local, ids).mT, labels))
+        assert_close(loss, F.cross_entropy(local_logits(local, ids).mT, labels))
         (loss + 0.1 * whole(model["norm"].weight).square().sum()).backward()
         seqpar.sync_gradients(model, mesh=mesh)
     assert_equal(gradients(model, model), local)
@@ -212,7 +213,7 @@ def steps_inside_backward(group: ProcessGroup, seed: int) -> None:
         local(ids, labels, None).backward()
         model(ids, labels, sharding).backward()
     for (name, p), q in zip(local.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(q, p, rtol=1e-9, atol=1e-12, msg=f"{name}: {{}}".format)
+        assert_close(q, p, what=name)
     with pytest.raises(ValueError, match="If an optimizer steps inside backward"):
         seqpar.sync_gradients(model, group=group)
     handle.close()

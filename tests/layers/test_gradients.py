@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
+from ..reference import assert_close
 
 
 @on_ranks
@@ -209,9 +210,9 @@ def experts(group: ProcessGroup, seed: int) -> None:
     received = dist_nn.all_to_all_single(torch.empty_like(hidden), hidden, group=group)
     expert(received).square().mean().backward()  # of this expert's tokens, on this rank
     seqpar.sync_gradients(model, group=group, ignore=[expert])
-    torch.testing.assert_close(router.weight.grad, wanted[0])
+    assert_close(router.weight.grad, wanted[0])
     assert expert.weight.grad is not None
-    torch.testing.assert_close(expert.weight.grad / ranks, wanted[1])
+    assert_close(expert.weight.grad / ranks, wanted[1])
     before = expert.weight.grad.clone()
     seqpar.sync_gradients(model, group=group, ignore=expert.parameters())
     assert torch.equal(expert.weight.grad, before)
@@ -324,7 +325,7 @@ def unlike_gradients(group: ProcessGroup) -> None:
     assert grads[0].dtype == torch.float32 and grads[0].eq(2).all()
     assert grads[1].eq(complex(1, 0.5)).all() and grads[2].eq(1).all()
     norm = seqpar.clip_grad_norm_(module, 1.0, group=group)
-    torch.testing.assert_close(norm, torch.tensor((3 * 4 + 3 * 1.25 + 3 * 1) ** 0.5))
+    assert_close(norm, torch.tensor((3 * 4 + 3 * 1.25 + 3 * 1) ** 0.5))
 
 
 def test_gradients_of_other_dtypes(pool: Pool) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 
 from ..pool import Pool, mesh_of, on_ranks
+from ..reference import assert_close
 
 IGNORED = -100
 
@@ -47,8 +48,8 @@ def test_the_loss_of_one_device(pool: Pool, world: int, layout: str, dtype: torc
     expected = losses[counts].double().mean()
     for loss, gradient in pool.run(world, compute, 29, layout, dtype):
         assert loss.dtype == torch.promote_types(dtype, torch.float32)
-        torch.testing.assert_close(loss.double(), expected, rtol=1e-6 if dtype != torch.float64 else 1e-14, atol=0)
-        torch.testing.assert_close(gradient, (counts / counts.sum()).to(dtype))
+        assert_close(loss, expected, loss.dtype)
+        assert_close(gradient, counts.to(dtype) / counts.sum())
 
 
 @on_ranks
@@ -64,7 +65,7 @@ def test_tokens_that_are_sharded_over_tp_too(pool: Pool) -> None:
     losses, labels = losses_and_labels(29, torch.float64)
     expected = losses[labels != IGNORED].mean()
     for loss in pool.run(8, compute_on_a_mesh):
-        torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+        assert_close(loss, expected)
 
 
 def test_no_label_counts() -> None:

@@ -19,6 +19,7 @@ from seqpar.memory.head_groups import group_heads
 
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 from ..streams import RaceError, Simulator, simulated
 from .host_copies import HostCopies
 from .modules import Attention, Model, gradients
@@ -63,7 +64,7 @@ def test_outputs_and_gradients(name: str, copies: bool) -> None:
     with calls, host() if copies else mock.MagicMock():
         actual = gradients(model, x)
     for a, b in zip(expected, actual, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)  # attention computes in float32
+        assert_close(b, a, torch.float32)  # attention computes in float32
     assert calls.heads == [8 // memory.head_groups] * (3 * memory.head_groups * CALLS[name])
     if copies and memory.offload:
         # Of each layer the input and, with "attention", the output of each group. The last layer's stay on the device.
@@ -71,7 +72,7 @@ def test_outputs_and_gradients(name: str, copies: bool) -> None:
         assert (host.to_host, host.to_device) == (3 * kept, 2 * kept)
     restore(model)
     for a, b in zip(expected, gradients(model, x), strict=True):
-        torch.testing.assert_close(b, a, rtol=0, atol=0)
+        assert torch.equal(b, a)
 
 
 @pytest.mark.parametrize("shared", ["layers", "mlp", "self_attn", "lists"])
@@ -90,7 +91,7 @@ def test_what_layers_share_is_changed_once(shared: str) -> None:
         memory.apply(model)
         for each in (model, copy.deepcopy(model)):
             for a, b in zip(expected, gradients(each, x), strict=True):
-                torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+                assert_close(b, a, torch.float32)
         restore(model)
         assert not any("forward" in vars(m) for m in model.modules())
 
@@ -112,7 +113,7 @@ def test_modules_that_are_given() -> None:
         assert any("forward" in vars(m) for m in plain.modules())
         for each in (plain, copy.deepcopy(plain)):
             for a, b in zip(expected, gradients(each, x), strict=True):
-                torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+                assert_close(b, a, torch.float32)
         restore(plain)
         assert not any("forward" in vars(m) for m in plain.modules())
 
@@ -145,7 +146,7 @@ def test_compiled(name: str) -> None:
     MEMORY[name].apply(model)
     compiled = torch.compile(model, backend="aot_eager")
     for a, b in zip(gradients(plain, x), gradients(model, x, lambda x: compiled(x)), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-6, atol=1e-7)
+        assert_close(b, a, torch.float32)
 
 
 @on_ranks
@@ -174,7 +175,7 @@ def on_several_ranks(group: ProcessGroup, strategy: str, memory: Memory) -> None
         tensors = gradients(blocks, x, lambda x, blocks=blocks: blocks[1](blocks[0](x)))
         found.append([t.to_local() if isinstance(t, DTensor) else t for t in tensors])
     for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+        assert_close(b, a, torch.float32)
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])

@@ -23,10 +23,10 @@ from seqpar.memory.tiles import tile_mlp
 from seqpar.memory.weights import restore_forward
 
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 from .modules import MLP, Experts, Model, gradients
 
 SWITCHES = [Memory(tiled_mlp=5), Memory(tiled_mlp=5, head_groups=2, checkpoint="attention", offload=True)]
-TOLERANCE = {"rtol": 1e-6, "atol": 1e-7}  # attention computes in float32
 MODULES: dict[str, Callable[[], nn.Module]] = {"mlp": MLP, "lora": partial(MLP, lora=True), "experts": Experts}
 
 
@@ -35,12 +35,11 @@ def assert_same(
     tiled: nn.Module,
     x: Tensor,
     call: Callable[..., Tensor] | None = None,
-    rtol: float = 1e-12,
-    atol: float = 1e-12,
+    dtype: torch.dtype = torch.float64,
 ) -> None:
     expected, actual = gradients(module, x), gradients(tiled, x, call)
     for a, b in zip(expected, actual, strict=True):
-        torch.testing.assert_close(b, a, rtol=rtol, atol=atol)
+        assert_close(b, a, dtype)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -57,7 +56,7 @@ def test_outputs_and_gradients(module: str, shape: tuple[int, ...]) -> None:
     calls: list[int] = []
     tiled.register_forward_hook(lambda *_: calls.append(1))
     with torch.no_grad():
-        torch.testing.assert_close(tiled(x), whole(x))
+        assert_close(tiled(x), whole(x))
     assert len(calls) == 1 and tiled.state_dict().keys() == whole.state_dict().keys()
     restore_forward(tiled)
     assert "forward" not in vars(tiled)
@@ -128,7 +127,7 @@ def distributed_data_parallel(group: ProcessGroup, memory: Memory) -> list[int]:
     for number, ddp in enumerate(wrapped):
         ddp.register_comm_hook(number, hook)
     for _ in range(2):
-        assert_same(wrapped[0], wrapped[1], x, **TOLERANCE)
+        assert_same(wrapped[0], wrapped[1], x, dtype=torch.float32)  # attention computes in float32
     assert sent[0] == sent[1] == 2 * sum(p.nbytes for p in tiled.parameters())
     return [*ready.values()]
 
@@ -172,7 +171,7 @@ def fully_sharded(group: ProcessGroup, memory: Memory) -> None:
     used = [+count for count in counts]
     assert used[0] == used[1] and used[0]
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(b, a, **TOLERANCE)
+        assert_close(b, a, torch.float32)  # attention computes in float32
 
 
 @pytest.mark.parametrize("memory", SWITCHES, ids=str)

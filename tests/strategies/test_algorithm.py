@@ -14,6 +14,7 @@ from seqpar.strategies.algorithms import ALGORITHMS
 
 from ..cases import Batch
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 from . import pass_q
 from .test_attention import Case, Results, attend_in_chunks, random_case, verify
 
@@ -51,7 +52,7 @@ def compiled(group: ProcessGroup, seed: int) -> None:
             out.square().sum().backward()
             results.append([out.detach(), *(x.grad for x in leaves)])
     for eager, traced in zip(*results, strict=True):
-        torch.testing.assert_close(traced, eager)
+        assert_close(traced, eager)
 
 
 def test_compiled(pool: Pool) -> None:

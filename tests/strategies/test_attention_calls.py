@@ -44,7 +44,7 @@ def test_the_default_group(pool: Pool) -> None:
     x = torch.randn(1, 32, 2, 4, generator=torch.Generator().manual_seed(3))
     expected = attention(x, x, x, strategy="local")
     for out in pool.run(pool.ranks, attend_without_group):
-        torch.testing.assert_close(out, expected)
+        assert_close(out, expected)
 
 
 @on_ranks
@@ -66,7 +66,7 @@ def test_gradients_on_some_ranks_only(pool: Pool, strategy: str) -> None:
     even = torch.cat([rank_positions(24, 4, rank, "contiguous") for rank in (0, 2)])
     lse[:, :, even].sum().backward()
     by_rank = pool.run(4, gradient_of_even_ranks, strategy)  # of each rank's tokens
-    torch.testing.assert_close(torch.stack(by_rank).sum(0), x.grad)
+    assert_close(torch.stack(by_rank).sum(0), x.grad)
 
 
 @on_ranks

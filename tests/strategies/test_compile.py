@@ -5,6 +5,7 @@ Mostly only the last rank compiles: the other ranks run eagerly, and must send t
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from seqpar.strategies.tensor_operators import ChunkOptions, all_gather_linear, 
 
 from ..models import HEAD_DIM, HIDDEN, MLP, attention_layer, full, randomize
 from ..pool import Pool, on_ranks
+from ..reference import assert_close, nudge
 from ..strategy_cases import LAYER_STRATEGIES, ONE_PER_CLASS, STRATEGIES
 
 pytestmark = pytest.mark.slow
@@ -121,6 +123,8 @@ def compare_over_steps(
     rope = seqpar.RotaryEmbedding(HEAD_DIM, scaling=scaling)
     one_device = Block({}, rope, strategy == "tp_sp")
     randomize(one_device)
+    nudged = copy.deepcopy(one_device)
+    nudge(nudged.parameters())
     block = Block(options, rope, strategy == "tp_sp", group=group)
     block.load_state_dict(one_device.state_dict())
     graphs: list[str] = []
@@ -131,9 +135,13 @@ def compare_over_steps(
         torch.manual_seed(step)
         tokens = torch.randn(2, seq_len, HIDDEN, dtype=torch.float64, requires_grad=True)
         positions = torch.randint(40 + 9 * step, (2, seq_len)) if with_positions else None
-        one_device.zero_grad()
-        expected = one_device(tokens, mask, None, positions)
-        expected.backward()
+        results = []
+        for one in (one_device, nudged):
+            one.zero_grad()
+            tokens.grad = None
+            out = one(tokens, mask, None, positions)
+            out.backward()
+            results.append([out.detach(), tokens.grad, *(p.grad for p in one.parameters())])
         block.zero_grad()
         x = sharding.shard(tokens.detach()).requires_grad_()
         own_positions = None if positions is None else sharding.shard(positions)
@@ -147,15 +155,9 @@ def compare_over_steps(
         assert with_positions or sent.bytes_sent == eagerly_sent.bytes_sent
         y.backward()
         seqpar.sync_gradients(block, group=group)
-        assert tokens.grad is not None and x.grad is not None
-        pairs: list[tuple[Any, Any]] = [
-            (y.detach(), expected.detach()),
-            (x.grad / group.size(), sharding.shard(tokens.grad)),
-            *((p.grad, one.grad) for p, one in zip(block.parameters(), one_device.parameters(), strict=True)),
-        ]
-        for actual, want in pairs:
-            assert actual is not None and want is not None
-            torch.testing.assert_close(full(actual), want, rtol=1e-11, atol=1e-11)
+        assert x.grad is not None
+        found = [y.detach(), sharding.unshard(x.grad / group.size()), *(p.grad for p in block.parameters())]
+        assert_close(found, results[0], rounded=results[1])
     return len(graphs)
 
 
@@ -216,7 +218,7 @@ def compare_language_models(group: ProcessGroup, vocabulary: int, steps: int) ->
         found = [value.detach(), *(model.get_parameter(name).grad for name in names)]
         for actual, want in zip(found, losses_on_one_device(tokens, weights), strict=True):
             assert actual is not None
-            torch.testing.assert_close(full(actual), want, rtol=1e-11, atol=1e-11)
+            assert_close(full(actual), want)
     return len(graphs)
 
 
@@ -257,7 +259,7 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
             value.backward()
             results.append([value.detach(), q.grad, k.grad, v.grad, sinks.grad])
         for expected, actual in zip(*results, strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+            assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -275,7 +277,7 @@ def test_slopes_of_other_numbers_of_heads(dynamic: bool | None, rows: int) -> No
         module = torch.nn.Module()
         module.register_buffer("slopes", torch.rand(heads) if rows == 1 else torch.rand(rows, heads))
         q = torch.randn(rows, 12, heads, 8)
-        torch.testing.assert_close(compiled(module, q), attend(module, q), rtol=0, atol=0)
+        assert torch.equal(compiled(module, q), attend(module, q))
 
 
 def test_the_function_is_one_graph(pool: Pool) -> None:
@@ -320,7 +322,7 @@ def compare_dropout(group: ProcessGroup, strategy: str, how: str) -> None:
             results.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
         for expected, actual in zip(*results, strict=True):
             assert expected is not None and actual is not None
-            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+            assert_close(actual, expected)
 
 
 DROPOUT = [("ring", 2, how) for how in (*RECOMPUTED, "checkpoint around it")]
@@ -354,7 +356,7 @@ def check_linearity(group: ProcessGroup) -> None:
     compiled: Any = torch.compile(twice, fullgraph=True, options=options)
     first, second = (compiled(q, v, Sharding(20, group=group)) for _ in range(2))
     for x, dx, out, again, grad in zip(v, torch.autograd.grad(first, v, dout), first, second, dout, strict=True):
-        torch.testing.assert_close((x * dx).sum(), (out * grad).sum())
+        assert_close((x * dx).sum(), (out * grad).sum())
         assert not torch.equal(out, again)
 
 
@@ -480,7 +482,7 @@ def saved_tables(group: ProcessGroup, scaling: dict[str, Any] | None) -> tuple[i
     if is_last(group):
         compiled = torch.compile(run, backend="aot_eager_decomp_partition", fullgraph=True)
     (in_eager, gradient), (in_compiled, same) = count(run), count(compiled)
-    torch.testing.assert_close(gradient, same)
+    assert_close(gradient, same)
     return in_eager, in_compiled
 
 
@@ -497,7 +499,7 @@ def graphs_around(group: ProcessGroup) -> int:
     graphs: list[str] = []
     run = torch.compile(lambda x: layer(x * 2) * 2, backend=counting(graphs, "eager"))
     x = torch.randn(1, 8, 16)
-    torch.testing.assert_close(run(x), layer(x * 2) * 2)
+    assert_close(run(x), layer(x * 2) * 2)
     return len(graphs)
 
 
@@ -539,7 +541,7 @@ def compiled_as_by_default(group: ProcessGroup, strategy: str) -> None:
             y = run(x_local, sharding)
             y.sum().backward()
             results.append((y.detach(), x_local.grad))
-        torch.testing.assert_close(results[1], results[0])
+        assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "context_parallel", "tp_sp", "mlp", "auto"])

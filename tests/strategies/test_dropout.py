@@ -15,6 +15,7 @@ from seqpar.kernels.dropout import philox
 
 from .. import reference
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 
 
 def attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -60,7 +61,7 @@ def test_one_seed_is_drawn_for_all_ranks(pool: Pool) -> None:
     first, second = (attention(x, x, x, strategy="local", dropout_p=0.5) for _ in range(2))
     assert not torch.equal(first, second)
     for outs in pool.run(4, attend_with_drawn_seeds):
-        torch.testing.assert_close(outs, [first, second])
+        assert_close(outs, [first, second])
 
 
 def test_dropout_is_a_fair_coin() -> None:

@@ -323,7 +323,7 @@ def test_modules_in_compiled_code(before: bool) -> None:
             with suppress(*refusals), seqpar.replace_sdpa(SHARDING, modules=modules):
                 results.append(call(x))
         for result in results:
-            torch.testing.assert_close(result, results[0])
+            assert_close(result, results[0])
 
 
 # Refused
@@ -421,7 +421,7 @@ def test_attention_of_another_thread_meanwhile_is_its_own() -> None:
     assert F.scaled_dot_product_attention is before
     assert len(results) == 2
     for y in results:
-        torch.testing.assert_close(y, F.scaled_dot_product_attention(X[:, :, :3], X, X))
+        assert_close(y, F.scaled_dot_product_attention(X[:, :, :3], X, X))
 
 
 def in_another_thread() -> None:
@@ -506,4 +506,4 @@ def test_a_block_in_a_checkpointed_function() -> None:
     (expected,) = torch.autograd.grad(layer(x).square().sum(), x)
     checkpoint(in_block, x, use_reentrant=True).square().sum().backward()
     assert x.grad is not None
-    torch.testing.assert_close(x.grad, expected)
+    assert_close(x.grad, expected)
