@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..base.checks import no_compile
 from ..comm.collectives import all_reduce
+from ..layers.gradients import refuse_shards
 from ..masks.mask import Mask
 from ..placement.strategies import StrategyName
 from ..ranks.mesh import size_of
@@ -114,6 +115,7 @@ def parallelize(
             if not matching(each, pattern):
                 children = ", ".join(child for child, _ in each.named_children())
                 raise ValueError(f"plan: {pattern!r} names no module of {type(each).__name__}, which has {children}")
+        refuse_shards(each, no_tokens.sequence_group)
     plans = [plan or plan_of(each) for _, each in models]
     for (_, each), its_plan in zip(models, plans, strict=True):
         Patch(each, its_plan, mesh, group, arguments)
@@ -313,6 +315,7 @@ class Patch:
                 "model: enable_parallelism was called; a model has either diffusers' parallelism or seqpar's"
             )
         check_hooks(model)
+        refuse_shards(model, self.shardings((0,)).sequence_group)
         args, kwargs = self._inputs(args, kwargs)
         call = _Call(self, model)
         with call.running(), call.checkpoints():

@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..base.checks import no_compile
+from ..layers.gradients import refuse_shards
 from ..memory.zero import is_hook_of_zero_3
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
@@ -77,6 +78,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not patch.sharded:
         return args, kwargs
     _check_unchanged(model)
+    refuse_shards(model, patch.group)  # weights may have been sharded since ``parallelize``
     _check_wrapper(model, patch)
     watch_head(model, patch)
     _read_scores_last(model)

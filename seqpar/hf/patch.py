@@ -17,6 +17,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ..kernels import BackendName
+from ..layers.gradients import refuse_shards
 from ..layers.loss import Gradients
 from ..memory import Memory
 from ..memory import restore as restore_memory
@@ -154,6 +155,7 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     if not roots:
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
     check_adapters(model.modules())
+    refuse_shards(model, placement.sequence)
     trials = {root: check_model(root) for root in roots}
     layers = {module: None for trial in trials.values() for module in trial.attention_modules}
     loss_ranks = None if placement.sequence is None else all_ranks_group(mesh, group)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from ..base.checks import (
     check_bool,
@@ -46,6 +47,7 @@ from ..strategies.auto import named
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .arguments import check_heads, check_positions, check_rope
+from .gradients import refuse_shards
 from .rotary import RotaryEmbedding, rotary_length
 
 if TYPE_CHECKING:
@@ -429,6 +431,9 @@ class AttentionLayer(nn.Module):
             return
         check_rows(mask, "x_local", x)
         if sharding is not None:
+            linears = self.q_proj, self.k_proj, self.v_proj, self.o_proj
+            if self.strategy != "tp_sp" and DTensor in {type(x.weight) for x in linears}:
+                refuse_shards(self, sharding.sequence_group)
             sharding.check_local(x.shape[1])
             mask.check_length(sharding.seq_len)
 

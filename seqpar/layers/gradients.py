@@ -226,6 +226,30 @@ def _left_out(module: nn.Module) -> list[str]:
     return [name for name, p in named if p in found and p.requires_grad and not isinstance(p, DTensor)]
 
 
+def refuse_shards(module: nn.Module, ranks: ProcessGroup | None) -> None:
+    """Raise if weights are used as shards on the ranks of a sequence, whose layers would add what belongs to different
+    tokens. Weights that ``fully_shard`` gathers, and those of tensor-parallel layers of this package, are right.
+    """
+    sharded = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+    if not sharded or size_of(ranks) == 1:
+        return
+    assert ranks is not None
+    own, gathered = tensor_parallel_parameters(module), gathered_parameters(module)
+    for name, p in sharded.items():
+        for i, place in enumerate(p.placements if p not in own else ()):
+            over = p.device_mesh.get_group(i)
+            by_fsdp = any(shares_ranks(over, one) for one in gathered.get(p, ()))
+            if not place.is_replicate() and not by_fsdp and shares_ranks(over, ranks):
+                tp, rest = over.size(), ranks.size() // over.size()
+                fits = f"seqpar.init_mesh(ring={max(rest, 2)}, tp={tp})"
+                raise ValueError(
+                    f"{name}: it is sharded over ranks {shown(global_ranks(over))}, which share a sequence, so tensor "
+                    "parallelism would add what belongs to different tokens; give tensor parallelism ranks of its own: "
+                    f"mesh={fits} on {max(rest, 2) * tp} ranks, or do not shard the weights. If fully_shard around the "
+                    "module gathers them, pass the module that fully_shard was called with"
+                )
+
+
 def gathered_parameters(module: nn.Module) -> dict[nn.Parameter, list[ProcessGroup]]:
     """The parameters that ``fully_shard`` gathers for the forward, each with the groups of ranks that it works on."""
     found = {}

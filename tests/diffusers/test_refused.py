@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from ..observe import message_of
@@ -346,3 +348,20 @@ def call_with_other_times(group: ProcessGroup) -> str:
 def test_inputs_that_differ_between_ranks_are_noticed_on_demand(pool: Pool) -> None:
     for message in pool.run(2, call_with_other_times):
         assert "rank(s) [1]" in message and "depends on the dp rank" in message
+
+
+@on_ranks
+def tensor_parallel_over_the_sequence(group: ProcessGroup) -> None:
+    mesh, plan = DeviceMesh.from_group(group, "cpu"), {"proj_out": ColwiseParallel(output_layouts=Replicate())}
+    words = "which share a sequence, so tensor parallelism would add"
+    model, inputs = make(Case("wan"), 0)
+    parallelize_module(model, mesh, plan)
+    assert words in message_of(lambda: parallelize(model, group=group))
+    later, inputs = make(Case("wan"), 0)
+    parallelize(later, group=group)
+    parallelize_module(later, mesh, plan)
+    assert words in message_of(lambda: call(later, inputs))
+
+
+def test_tensor_parallelism_over_the_sequence(pool: Pool) -> None:
+    pool.run(2, tensor_parallel_over_the_sequence)

@@ -16,6 +16,7 @@ from torch.distributed._composable.replicate import replicate
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
@@ -433,3 +434,42 @@ def test_tensor_parallel_plan(four: Pool, tmp_path: Path, kind: str) -> None:
     """transformers' own ``tp_plan`` and FSDP2 (2 x 2 ranks) around a sequence over 2 ranks."""
     tiny(kind).save_pretrained(tmp_path)
     four.run(4, with_tensor_parallel, str(tmp_path), one_device_of(kind, "packed"))
+
+
+@on_ranks
+def tensor_parallel_over_the_sequence(group: ProcessGroup, when: str) -> str:
+    """tp over the ranks of the sequence, before or after ``parallelize``; ``fully_shard`` over them is right."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    model = tiny("llama")
+    plan = {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(), "mlp.down_proj": RowwiseParallel()}
+    batch = make_batch("plain")
+    if when == "fully_shard":
+        fully_shard(model.model.layers[1], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        seqpar.hf.parallelize(model, mesh=mesh)
+        model(**batch).loss.backward()
+        return "right"
+    try:
+        if when == "after":
+            seqpar.hf.parallelize(model, mesh=mesh)
+            model(**batch).loss.backward()
+        parallelize_module(model.model.layers[1], mesh, plan)
+        if when == "before":
+            seqpar.hf.parallelize(model, mesh=mesh)
+    except ValueError as error:
+        return str(error)
+    try:
+        model(**batch)
+    except ValueError as error:
+        return f"forward: {error}"
+    return "wrong"
+
+
+@pytest.mark.parametrize(
+    ("when", "words"), [("before", "model."), ("after", "forward: model."), ("fully_shard", "right")]
+)
+def test_tensor_parallelism_over_the_sequence(pool: Pool, when: str, words: str) -> None:
+    for said in pool.run(2, tensor_parallel_over_the_sequence, when):
+        assert said.startswith(words)
+        fits = "layers.1.mlp.gate_proj.weight: it is sharded over ranks [0, 1], which share a sequence"
+        assert when == "fully_shard" or (fits in said and "seqpar.init_mesh(ring=2, tp=2) on 4 ranks" in said)

@@ -12,6 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import seqpar
 from seqpar import Mask
@@ -465,3 +468,24 @@ def count_mesh_slices(group: ProcessGroup, strategy: str) -> int:
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_a_mesh_is_sliced_once(pool: Pool, strategy: str) -> None:
     assert pool.run(8, count_mesh_slices, strategy) == [0] * 8
+
+
+@on_ranks
+def sharded_projection(group: ProcessGroup, name: str) -> str:
+    """A projection that ``parallelize_module`` has sharded over the ranks of the sequence."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    layer = seqpar.ParallelAttention("ring", 32, 4, mesh=mesh)
+    style = RowwiseParallel() if name == "o_proj" else ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(layer, mesh, {name: style})
+    sharding = seqpar.Sharding(16, "zigzag", mesh=mesh)
+    with pytest.raises(ValueError, match=rf"^{name}.weight: it is sharded over ranks \[0, 1\], which share a sequence"):
+        layer(torch.randn(1, 8, 32), sharding=sharding)
+    gathered = seqpar.ParallelAttention("ring", 32, 4, mesh=mesh)
+    fully_shard(gathered, mesh=mesh)
+    gathered(torch.randn(1, 8, 32), sharding=sharding).sum().backward()
+    return name
+
+
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+def test_projections_sharded_over_the_sequence_are_refused(pool: Pool, name: str) -> None:
+    assert pool.run(2, sharded_projection, name) == [name] * 2
