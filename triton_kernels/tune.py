@@ -35,7 +35,7 @@ _best: dict[str, Config] = {}
 
 def wanted(x: Tensor) -> bool:
     """Whether to tune calls with ``x``: the environment asks for it, and ``x`` is on a GPU that records no CUDA graph."""
-    if os.environ.get("SEQPAR_TRITON_AUTOTUNE", "0") != "1" or not x.is_cuda:
+    if os.environ.get("SEQPAR_TRITON_AUTOTUNE", "").lower() not in ("1", "on", "yes", "true") or not x.is_cuda:
         return False
     return not torch.cuda.is_current_stream_capturing()
 

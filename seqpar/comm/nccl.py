@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..base.settings import number
 from ..ranks.mesh import Ranks, global_ranks, parent_group, rank_in, size_of
 from ..ranks.startup import LAUNCH_ORDER, TIMEOUT
 
@@ -80,13 +81,8 @@ def variables() -> dict[str, int]:
     ctas = {}
     for name in ("min_ctas", "max_ctas"):
         variable = f"SEQPAR_NCCL_{name.upper()}"
-        if (value := os.environ.get(variable)) is not None:
-            if not (value.isdecimal() and 1 <= int(value) <= 64):
-                raise ValueError(
-                    f"{variable}={value!r}: expected the number of SMs that NCCL uses for attention's transfers, 1 to "
-                    "64, the same on every rank; or leave it unset"
-                )
-            ctas[name] = int(value)
+        if (value := number(variable)) is not None:
+            ctas[name] = value
     return ctas
 
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..base.settings import switch
 from ..ranks.mesh import Ranks, global_ranks, host_name, parent_group, rank_in
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
 from .communicator import PerWorld
@@ -277,7 +278,7 @@ def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemoryTransport |
     """
     if device.type != "cpu" or is_simulated():
         return None
-    transports, wanted = _transports.cache(), os.environ.get(VARIABLE, "1") not in ("", "0")
+    transports, wanted = _transports.cache(), switch(VARIABLE)
     key = global_ranks(ranks), wanted
     if key not in transports:
         transports[key] = _connect(ranks, wanted)

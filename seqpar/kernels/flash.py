@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..base.settings import switch
 from ..schedule.rows import KeyIntervals
 from .bands import Abilities
 from .base import head_dims
@@ -28,7 +28,7 @@ from .library import Launch, LibraryBackend, Options
 
 _forward: Any = torch.ops.aten._flash_attention_forward.default
 _backward: Any = torch.ops.aten._flash_attention_backward.default
-# If this environment variable is 1, kernels that are not installed are downloaded from the Hugging Face Hub.
+# If this environment variable is on, kernels that are not installed are downloaded from the Hugging Face Hub.
 HUB_VARIABLE = "SEQPAR_HUB_KERNELS"
 # The arguments that FlashAttention-4's functions need for key intervals.
 _INTERVAL_ARGUMENTS = {"mask_mod", "aux_tensors", "block_sparse_tensors"}
@@ -76,13 +76,14 @@ class PackageBackend(LibraryBackend):
 
     Attributes:
         module, install: the module to import, and the command that installs it.
-        repository: the repository of the Hugging Face Hub that has the module prebuilt; or "".
+        hub: the repository of the Hugging Face Hub that has the module prebuilt, and its version. A version keeps its
+            interface, and its newest build is loaded.
         required: for each function of the module, the arguments that it must have.
     """
 
     module: str
     install: str
-    repository = ""
+    hub: ClassVar[tuple[str, int]]
     required: ClassVar[dict[str, tuple[str, ...]]]
     softcap = True
     optionally_deterministic = True
@@ -90,7 +91,7 @@ class PackageBackend(LibraryBackend):
     def unavailable(self) -> str | None:
         if (why := _no_cuda()) is not None:
             return why
-        loaded = _load(self.module, self.install, self.repository)
+        loaded = _load(self.module, self.install, self.hub)
         if isinstance(loaded, str):
             return loaded
         for name, arguments in self.required.items():
@@ -101,7 +102,7 @@ class PackageBackend(LibraryBackend):
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> Any:
         """Call a function of the module with the arguments that its signature has, and None where it has no default."""
-        found = getattr(_load(self.module, self.install, self.repository), function)
+        found = getattr(_load(self.module, self.install, self.hub), function)
         known = _parameters(found)
         rest = {name: arguments.get(name) for name in list(known)[len(tensors) :] if name in arguments or known[name]}
         return found(*tensors, **rest)
@@ -132,7 +133,7 @@ class FlashAttention2Backend(PackageBackend):
 
     name = "flash_attn"
     module, install = "flash_attn.flash_attn_interface", "pip install seqpar[flash]"
-    repository = "kernels-community/flash-attn2"
+    hub = ("kernels-community/flash-attn2", 4)
     required: ClassVar = {
         "_flash_attn_forward": ("window_size_left",),
         "_flash_attn_backward": ("softmax_lse",),
@@ -164,7 +165,7 @@ class FlashAttention3Backend(PackageBackend):
     name = "flash_attn_3"
     module = "flash_attn_interface"
     install = "build the folder hopper of github.com/Dao-AILab/flash-attention"
-    repository = "kernels-community/flash-attn3"
+    hub = ("kernels-community/flash-attn3", 1)
     required: ClassVar = {
         "_flash_attn_forward": ("cu_seqlens_q", "softcap", "num_splits"),
         "_flash_attn_backward": ("cu_seqlens_q", "softcap", "deterministic"),
@@ -195,6 +196,7 @@ class FlashAttention4Backend(PackageBackend):
 
     name = "flash_attn_4"
     module, install = "flash_attn.cute.interface", "pip install --pre seqpar[flash4]"
+    hub = ("kernels-community/flash-attn4", 0)
     required: ClassVar = {
         "_flash_attn_fwd": ("softmax_scale", "window_size_left", "return_lse", "cu_seqlens_q"),
         "_flash_attn_bwd": ("lse", "softmax_scale", "window_size_left", "cu_seqlens_q", "deterministic"),
@@ -204,8 +206,9 @@ class FlashAttention4Backend(PackageBackend):
     def able(self, q: Tensor) -> Abilities:
         # The sizes of blocks are right for head_dims up to 128. The deterministic backward would also need the order in
         # which blocks are added to dq.
-        taken = q.shape[-1] <= 128 and not self.deterministic and _takes_intervals(_load(self.module, self.install, ""))
-        return replace(self.abilities, intervals=taken)
+        taken = q.shape[-1] <= 128 and not self.deterministic
+        kernels = _load(self.module, self.install, self.hub)
+        return replace(self.abilities, intervals=taken and _takes_intervals(kernels))
 
     def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
         largest = 256 if capability[0] == 9 else 128
@@ -266,7 +269,7 @@ def _small_card(head_dim: int, capability: tuple[int, int]) -> str | None:
 
 
 @lru_cache(maxsize=16)
-def _load(module: str, install: str, repository: str) -> ModuleType | str:
+def _load(module: str, install: str, hub: tuple[str, int]) -> ModuleType | str:
     """The module, or why there is none. Cached: a failed import is not repeated."""
     try:
         return importlib.import_module(module)
@@ -274,21 +277,19 @@ def _load(module: str, install: str, repository: str) -> ModuleType | str:
         top = module.split(".")[0]
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(top)
         why = "not installed" if missing else f"its import failed: {type(error).__name__}: {error}"
-    if not repository:
-        return f"{module} is {why} ({install})" if why == "not installed" else f"{module}: {why}"
-    if os.environ.get(HUB_VARIABLE) != "1":
-        hub = f"or pip install seqpar[hub] and set {HUB_VARIABLE}=1 for prebuilt kernels of {repository}"
-        return f"{module}: {why} ({install}; {hub})"
-    return _load_from_hub(module.split(".")[-1], repository)
+    if not switch(HUB_VARIABLE):
+        prebuilt = f"or pip install seqpar[hub] and set {HUB_VARIABLE}=1 for prebuilt kernels of {hub[0]}"
+        return f"{module}: {why} ({install}; {prebuilt})"
+    return _load_from_hub(module.split(".")[-1], *hub)
 
 
-def _load_from_hub(module: str, repository: str) -> ModuleType | str:
+def _load_from_hub(module: str, repository: str, version: int) -> ModuleType | str:
     if find_spec("kernels") is None:
         return f"{HUB_VARIABLE}=1, but the package kernels is not installed (pip install seqpar[hub])"
     try:
         from kernels import get_kernel
 
-        found: ModuleType = getattr(get_kernel(repository, version=1), module)
+        found: ModuleType = getattr(get_kernel(repository, version=version), module)
     except Exception as error:  # no network, no kernel for this PyTorch, ...
         return f"{repository} could not be loaded: {type(error).__name__}: {error}"
     return found

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..base.settings import switch
 from ..schedule.rows import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, head_dims
 from .elementwise import DTYPES, interpreted, targeted, unavailable
@@ -30,6 +31,7 @@ class TritonBackend:
         return TritonBackend(deterministic=True)
 
     def unavailable(self) -> str | None:
+        switch("SEQPAR_TRITON_AUTOTUNE")  # raises for a value that it cannot have
         return unavailable()
 
     def unsupported(

@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base.checks import check_int
+from ..base.settings import check_settings, text
 from .processes import check_own_process
 from .rendezvous import group_timeout, is_simulated, store_all_gather
 from .startup import check_alone, check_timeout, start_process_group, started_ranks
@@ -81,7 +82,8 @@ def init_mesh(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: the sizes do not fit the number of ranks, the ranks ask for different meshes, or it is not known
+        ValueError: an environment variable of the package has a value that it cannot have; the sizes do not fit the
+            number of ranks, the ranks ask for different meshes, or it is not known
             which GPU this rank should use; or srun or mpirun started several processes without torchrun's variables.
         RuntimeError: some ranks did not call this within the timeout; the message names them.
     """
@@ -96,6 +98,7 @@ def init_mesh(
         raise ValueError(f"device_type={device_type!r}: expected 'cuda' or 'cpu'")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     check_own_process("init_mesh")
+    check_settings()
     # Sizes are checked before the process group starts, so that a bad size fails without a rendezvous.
     world = dist.get_world_size() if dist.is_initialized() else started_ranks()
     shape = _resolve_sizes(sizes, world)
@@ -229,7 +232,7 @@ def _ranks_of_equal(values: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 def host_name() -> str:
     """A name that is unique to this host: the environment variable ``SEQPAR_HOST``, or the host's name and boot id,
     because containers may have equal host names."""
-    if (name := os.environ.get("SEQPAR_HOST")) is not None:
+    if (name := text("SEQPAR_HOST")) is not None:
         return name
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..base.settings import number
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..ranks.processes import inherited
 
@@ -47,10 +47,7 @@ def check_every() -> int | None:
     Raises:
         ValueError: the environment variable is not a number.
     """
-    given = os.environ.get("SEQPAR_CHECK")
-    if given is not None and not given.isdecimal():
-        raise ValueError(f"SEQPAR_CHECK={given}: expected a number of calls; 0 compares nothing")
-    return None if given is None else int(given)
+    return number("SEQPAR_CHECK")
 
 
 _SAME_ROWS = (

@@ -234,7 +234,7 @@ def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         expected = {
             "flash_attn": r"not installed \(pip install seqpar\[flash\]; or pip install seqpar\[hub\] and set",
             "flash_attn_3": "not installed .*build the folder hopper",
-            "flash_attn_4": r"not installed \(pip install --pre seqpar\[flash4\]\)",
+            "flash_attn_4": r"not installed \(pip install --pre seqpar\[flash4\]; or pip install seqpar\[hub\]",
         }
         for name, reason in expected.items():
             found = BACKENDS[name].unavailable()
@@ -260,6 +260,12 @@ def test_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(flash.HUB_VARIABLE, "1")
         assert BACKENDS["flash_attn_3"].unavailable() is None
         assert asked == [("kernels-community/flash-attn3", 1)]
+    # A version keeps its interface.
+    assert {name: backend.hub for name, backend in BACKENDS.items() if isinstance(backend, flash.PackageBackend)} == {
+        "flash_attn": ("kernels-community/flash-attn2", 4),
+        "flash_attn_3": ("kernels-community/flash-attn3", 1),
+        "flash_attn_4": ("kernels-community/flash-attn4", 0),
+    }
 
 
 def test_libraries_of_another_version_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from functools import partial
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
+from ...base.settings import number
 from ...verification import Difference, VerificationError, VerificationReport, exchange, tolerance_of
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..state import Patch
@@ -150,19 +150,11 @@ def verify_while_training(root: PreTrainedModel, patch: Patch) -> None:
     The batch is the last training batch, cut to ``SEQPAR_VERIFY_TOKENS`` tokens: by default 1,024 with
     ``SEQPAR_VERIFY=N``, and otherwise 128. A longer batch with images is not verified.
     """
-    every, tokens = (_number(name) for name in ("SEQPAR_VERIFY", "SEQPAR_VERIFY_TOKENS"))
-    if tokens == 0:
-        raise ValueError("SEQPAR_VERIFY_TOKENS=0: expected at least one token")
+    every, tokens = (number(name) for name in ("SEQPAR_VERIFY", "SEQPAR_VERIFY_TOKENS"))
     foreign = foreign_code(root, patch) if every is None else ""
     if every or foreign:
         length = tokens or (128 if foreign else 1024)
         _Monitor(root, patch, every or 1, max(length, patch.ranks), foreign)
-
-
-def _number(name: str) -> int | None:
-    if (text := os.environ.get(name, "")) and not text.isdecimal():
-        raise ValueError(f"{name}={text!r}: expected a number")
-    return int(text) if text else None
 
 
 def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
