@@ -149,7 +149,11 @@ class KeyValueCache:
             raise ValueError("cache: generation has no gradients; call the model inside torch.no_grad()")
 
     def check_new(self, x: Tensor) -> None:
-        """Compare the new tokens ``x`` of the ranks, if SEQPAR_CHECK asks for it in this call."""
+        """Compare the new tokens ``x [b, new, ...]`` of the ranks, if SEQPAR_CHECK asks for it in this call."""
+        if not x.shape[1]:
+            raise ValueError(
+                "cache: a call after the prompt has 0 new tokens; pass at least one, or leave the call out"
+            )
         if compares_now(group := self.sharding.sequence_group):
             advice = "give all ranks the same new tokens, and set the same seed on them before sampling"
             compare(x, lambda: None, group, advice, self.sharding.checksum)

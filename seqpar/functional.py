@@ -170,7 +170,7 @@ def attention(
     Returns:
         ``out [batch, seq, heads, v_head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
         ``lse [batch, heads, seq]`` in float32 (float64 for float64). For a query that sees no key, ``out`` is 0 and
-        ``lse`` is -inf.
+        ``lse`` is -inf, or with ``sinks`` the sink.
 
     Raises:
         TypeError: an argument of the wrong type, before any payload is sent.

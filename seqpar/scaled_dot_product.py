@@ -23,6 +23,7 @@ from .base.replaced import replaced, replaced_in
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .masks.mask import Mask
+from .masks.rules import CausalBlocks, PrefixLM
 from .sharding.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ def sdpa(
     """
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding that the tokens were sharded with")
+    if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
+        raise ValueError(
+            "attn_mask: a tensor that is added to the scores (a bias) is not supported. If it only hides keys, with 0 "
+            "and -inf, leave it out and pass mask=, a seqpar.Mask; slopes of ALiBi are seqpar.attention's alibi_slopes="
+        )
     if attn_mask is not None:
         raise ValueError(
             "attn_mask: a matrix over this rank's tokens cannot say which tokens of other ranks they see; leave it "
@@ -137,6 +143,13 @@ def sdpa(
         return cache.attention(layer, q, k, v, mask=mask, softmax_scale=scale, **cached_options).transpose(1, 2)
     out = attention(q, k, v, mask=mask, sharding=sharding, softmax_scale=scale, dropout_p=dropout_p, **options)
     return out.transpose(1, 2)
+
+
+def _with_causal(mask: Mask) -> Mask | None:
+    """``mask`` for a call with ``is_causal``; None if it would take away keys that the mask adds."""
+    if any(isinstance(rule, PrefixLM | CausalBlocks) for rule in mask.rules):
+        return None
+    return _CAUSAL if mask is _FULL else mask & _CAUSAL
 
 
 class SdpaMode(TorchFunctionMode):
@@ -228,7 +241,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
     Args:
         sharding: how the tokens are sharded.
         mask: which keys each query sees, for all calls. By default, a call says ``is_causal`` or sees all tokens. With
-            a mask, ``is_causal=True`` restricts it to causal pairs.
+            a mask, ``is_causal=True`` restricts it to causal pairs, which is refused for prefix_lm and blocks.
         whole_keys: the lengths of keys that every rank holds in full, such as the text of a cross-attention. PyTorch
             computes attention over these keys on each rank.
         modules: what the calls inside of each attention module are. "sequence": attention over the sequence, under
@@ -290,7 +303,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
             check_cache(cache, sharding, 0.0)
         mask = _FULL if mask is None else mask
         self.sharding, self.options, self.whole_keys, self.cache = sharding, options, tuple(whole_keys), cache
-        self.masks = mask, _CAUSAL if mask is _FULL else mask & _CAUSAL  # without and with is_causal
+        self.masks = mask, _with_causal(mask)  # without and with is_causal
         self.modules = None if modules is None else _Modules(modules, self.masks)
         self.calls = 0
 
@@ -321,7 +334,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
     def is_sharded(self) -> bool:
         return self._masks() is not None
 
-    def _masks(self) -> tuple[Mask, Mask] | None:
+    def _masks(self) -> tuple[Mask, Mask | None] | None:
         """The masks of a call, without and with ``is_causal``; None if it is PyTorch's own attention."""
         return self.masks if self.modules is None else self.modules.masks_now()
 
@@ -353,6 +366,12 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
             )
         if not torch.compiler.is_compiling() and _in_reentrant.get():
             raise ValueError("use_reentrant=True: inside replace_sdpa, pass torch.utils.checkpoint use_reentrant=False")
+        mask = masks[is_causal]
+        if mask is None:
+            raise ValueError(
+                "is_causal=True: it would take away the later keys that the mask of replace_sdpa (prefix_lm, blocks) "
+                "lets tokens see; let the model call its attention without is_causal"
+            )
         self.calls += 1
         return sdpa(
             query,
@@ -364,7 +383,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
             scale,
             enable_gqa,
             sharding=self.sharding,
-            mask=masks[is_causal],
+            mask=mask,
             cache=self.cache,
             layer=self.calls,
             **self.options,
@@ -380,12 +399,12 @@ class _Modules:
         hooks: removes the hooks when it is closed.
     """
 
-    def __init__(self, modules: object, masks: tuple[Mask, Mask]) -> None:
+    def __init__(self, modules: object, masks: tuple[Mask, Mask | None]) -> None:
         if not isinstance(modules, Mapping):
             raise TypeError(
                 f"modules={type(modules).__name__}: expected a dict of attention modules, such as {{m: None}}"
             )
-        self.masks: dict[nn.Module, tuple[Mask, Mask] | None] = {}
+        self.masks: dict[nn.Module, tuple[Mask, Mask | None] | None] = {}
         for module, kind in modules.items():
             if not isinstance(module, nn.Module):
                 raise TypeError(
@@ -393,7 +412,7 @@ class _Modules:
                     "dict(model.named_modules())[name]"
                 )
             if isinstance(kind, Mask):
-                self.masks[module] = kind, kind & _CAUSAL
+                self.masks[module] = kind, _with_causal(kind)
             elif kind is None or kind == "sequence":
                 self.masks[module] = masks if kind else None
             else:
@@ -426,7 +445,7 @@ class _Modules:
             self.hooks.enter_context(module.register_forward_pre_hook(before, prepend=True))
             self.hooks.enter_context(module.register_forward_hook(after, always_call=True))
 
-    def masks_now(self) -> tuple[Mask, Mask] | None:
+    def masks_now(self) -> tuple[Mask, Mask | None] | None:
         """The masks of a call of attention, from the module that is running."""
         if not self._running.modules:
             raise ValueError(

@@ -60,7 +60,8 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 def check_int(name: str, value: object, least: int | None = None, bits: int = _SIZE_BITS) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}")
+        todo = "; convert it with int()" if hasattr(value, "__index__") and not isinstance(value, bool) else ""
+        raise TypeError(f"{name}={value!r}: expected an int, got {type(value).__name__}{todo}")
     if least is not None and value < least:
         raise ValueError(f"{name}={value}: expected at least {least}")
     if value >= 2**bits:

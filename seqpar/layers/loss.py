@@ -104,13 +104,20 @@ def _agree_on_loss(
     return loss
 
 
+# PyTorch compares no numbers of uint16, uint32 and uint64.
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
 def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str, shapes_may_differ: bool = False) -> None:
     if not isinstance(losses, Tensor) or losses.dtype not in DTYPES:
         what = f"{losses.dtype}" if isinstance(losses, Tensor) else type(losses).__name__
         raise TypeError(f"losses: expected a floating-point tensor [batch, seq_local], got {what}")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype == torch.bool:
+    if not isinstance(labels, Tensor) or labels.dtype not in _LABELS:
         what = f"{labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise TypeError(f"labels: expected an integer tensor [batch, seq_local], got {what}")
+        raise TypeError(
+            f"labels: expected an integer tensor [batch, seq_local], int64 or uint8 to int32, got {what}; convert it "
+            "with labels.long()"
+        )
     check_dense("losses", losses)
     check_dense("labels", labels)
     if losses.dim() == 1 and losses.shape == labels.shape:

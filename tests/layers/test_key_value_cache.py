@@ -225,3 +225,12 @@ def test_refused_layers_and_modes() -> None:
         F.scaled_dot_product_attention(q, q, q)
         with pytest.raises(ValueError, match=r"dropout_p=0\.5"):
             F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+
+
+def test_no_new_tokens() -> None:
+    sharding = seqpar.Sharding(8, "zigzag")
+    layer, cache = seqpar.ParallelAttention("ring", 8, 2), seqpar.KeyValueCache(sharding)
+    with torch.no_grad():
+        layer(torch.randn(1, 8, 8), cache=cache)
+        with pytest.raises(ValueError, match="cache: a call after the prompt has 0 new tokens"):
+            layer(torch.randn(1, 0, 8), cache=cache)

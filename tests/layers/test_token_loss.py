@@ -79,6 +79,7 @@ def test_no_label_counts() -> None:
         ((torch.ones(3), torch.zeros(3, dtype=torch.int64)), ValueError, r"expected \[batch, seq_local\]"),
         ((torch.ones(1, 3, dtype=torch.int64), torch.zeros(1, 3, dtype=torch.int64)), TypeError, "losses: expected"),
         ((torch.ones(1, 3), torch.ones(1, 3)), TypeError, "labels: expected an integer tensor"),
+        ((torch.ones(1, 3), torch.ones(1, 3).to(torch.uint16)), TypeError, r"uint16; convert it with labels\.long"),
     ],
 )
 def test_bad_input(arguments: tuple[Any, Any], error: type[Exception], words: str) -> None:

@@ -507,3 +507,16 @@ def test_a_block_in_a_checkpointed_function() -> None:
     checkpoint(in_block, x, use_reentrant=True).square().sum().backward()
     assert x.grad is not None
     assert_close(x.grad, expected)
+
+
+def test_is_causal_does_not_take_away_a_prefix() -> None:
+    sharding = seqpar.Sharding(8, "contiguous")
+    q = torch.randn(1, 2, 8, 4)
+    with seqpar.replace_sdpa(sharding, Mask.prefix_lm(6)):
+        y = F.scaled_dot_product_attention(q, q, q)
+        with pytest.raises(ValueError, match="is_causal=True: it would take away the later keys"):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    dense = Mask.prefix_lm(6).dense(8)
+    torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q, dense))
+    with pytest.raises(ValueError, match=r"added to the scores \(a bias\) is not supported"):
+        seqpar.sdpa(q, q, q, torch.zeros(8, 8), sharding=sharding)
