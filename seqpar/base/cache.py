@@ -4,21 +4,46 @@ A training run with packed documents has a new mask and a new length in every st
 gone would never be used again, so an entry is dropped together with its owner, such as a plan. Entries without an owner
 are few: their number is bounded, and not only their bytes, because many small ones are slow for Python's garbage
 collector.
+
+What is kept does not depend on the mode in which it was needed first: it is made in ``outside_modes``. Its device and
+dtype are said wherever a tensor is made, because PyTorch's default dtype belongs to all threads.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 Value = TypeVar("Value")
+
+
+@contextmanager
+def outside_modes() -> Iterator[None]:
+    """In the block, tensors are made as outside of inference mode, gradients, autocast, transforms of torch.func, a
+    default device, and modes of ``TorchFunctionMode`` and ``TorchDispatchMode``.
+
+    Only a FakeTensorMode stays, whose tensors have a key of their own (``context_of``).
+    """
+    fake = _fake_mode()
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch._C._DisableAutocast(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        _disable_current_modes(),
+        nullcontext() if fake is None else fake,
+    ):
+        yield
 
 
 class ByteCache(Generic[Value]):
@@ -41,7 +66,7 @@ class ByteCache(Generic[Value]):
         self.total = 0
 
     def get(self, key: Hashable, make: Callable[[], Value], owner: object = None) -> Value:
-        """The value of ``key``, made by ``make()`` if the cache does not hold it.
+        """The value of ``key``, made by ``make()`` in ``outside_modes`` if the cache does not hold it.
 
         The value is dropped when ``owner`` is freed; so it must not refer to it.
         """
@@ -49,7 +74,8 @@ class ByteCache(Generic[Value]):
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key][0]
-        value = make()
+        with outside_modes():
+            value = make()
         size = self._nbytes(value)
         if size <= self._limit:
             with self._lock:
@@ -109,14 +135,18 @@ def context_of(device: torch.device) -> tuple[Hashable, ...]:
     stream = 0
     if device.type == "cuda" and torch.cuda.is_initialized():
         stream = torch.cuda.current_stream(device).cuda_stream
-    return device, stream, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return device, stream, _fake_mode()
+
+
+def _fake_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """``x`` on ``device``. Copies from the host to a GPU go through pinned memory, so that the host does not wait."""
     if device.type == x.device.type == "cpu":
         return x
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:  # a fake tensor has no values
+    if _fake_mode() is not None:  # a fake tensor has no values
         return torch.empty_like(x, device=device)
     if device.type == "cuda" and x.device.type == "cpu":
         return x.pin_memory().to(device, non_blocking=True)

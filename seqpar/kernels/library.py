@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..base.cache import upload
+from ..base.cache import outside_modes, upload
 from ..comm.trace import count_backend
 from ..schedule.rows import KeyIntervals
 from .bands import Abilities, Call, cut
@@ -230,7 +230,8 @@ class LibraryBackend(ABC):
             with _disable_current_modes():  # reads values, also if the tensors on the device are fake
                 host = intervals.on_host()
                 calls = None if host is None else cut(host, *sizes, can, _MOST_CALLS)
-            intervals.tiles[key] = None if calls is None else [_launch(call, q.device) for call in calls]
+            with outside_modes():
+                intervals.tiles[key] = None if calls is None else [_launch(call, q.device) for call in calls]
         launches: list[Launch] | None = intervals.tiles[key]
         return launches
 

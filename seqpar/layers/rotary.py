@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..base.cache import context_of, upload
+from ..base.cache import context_of, outside_modes, upload
 from ..base.checks import check_choice, check_int, check_number
 from ..base.compile_types import Opaque, register_reference_type, unwrap
 from ..base.library import operator
@@ -228,8 +228,7 @@ def _make_table(
 ) -> Table:
     """The cosines and sines of the angles at ``positions [s]`` or ``[b, s]``."""
     compute_on = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
-    # Leave inference mode: a table that was made in it could not be saved for the backward of a later training step.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.no_grad():
         inv_freq, attention_scaling = frequencies()
         inv_freq = upload(inv_freq, compute_on)
         batched = upload(torch.atleast_2d(positions), compute_on)  # [1 or b, s]
@@ -252,14 +251,16 @@ _tables: MutableMapping[Tensor, dict[Hashable, tuple[int, Table]]] = WeakIdKeyDi
 
 def _cached_table(positions: Tensor, key: Hashable, make: Callable[[], Table]) -> Table:
     """The table of the current values of ``positions``, made by ``make()`` if there is none."""
-    if positions.is_inference():  # an inference tensor has no version
+    if type(positions) not in (Tensor, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(positions):
         return make()
-    version, table = _tables.get(positions, {}).get(key, (-1, None))
-    if table is not None and version == positions._version:
-        return table
-    table = make()
-    # Tensors of other types belong to modes and transforms, which may end before the positions are freed.
-    if type(table[0]) in (Tensor, FakeTensor):
+    has_version = not positions.is_inference()
+    if has_version:
+        version, kept = _tables.get(positions, {}).get(key, (-1, None))
+        if kept is not None and version == positions._version:
+            return kept
+    with outside_modes():
+        table = make()
+    if has_version:
         tables = [table, *(other for by_key in list(_tables.values()) for _, other in by_key.values())]
         if sum(x.nbytes for pair in tables for x in pair) > _TABLE_BYTES:
             _tables.clear()
