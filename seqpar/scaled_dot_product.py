@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, get_overridable_functions
 from torch.utils.checkpoint import CheckpointFunction
 
-from .base.checks import check_dense, check_int
-from .base.replaced import replaced, replaced_in
+from .base.checks import check_dense, check_int, no_compile
+from .base.replaced import replaced_in
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .masks.mask import Mask
@@ -198,10 +198,11 @@ class SdpaMode(TorchFunctionMode):
                 "need_weights=True: nn.MultiheadAttention computes the weights of this rank's tokens only; call it "
                 "with need_weights=False"
             )
-        # The mode is off in here.
-        if torch.compiler.is_compiling():
-            with replaced(F, scaled_dot_product_attention=self.attend):  # in the trace only
-                return func(*args, **kwargs)
+        return self._needs_fullgraph_false(func, args, kwargs)
+
+    @no_compile  # compiled code would hold one of PyTorch's functions as a whole, with its own attention
+    def _needs_fullgraph_false(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``func(*args, **kwargs)``, in which the mode is off, with this thread's attention replaced by ``attend``."""
         before = _attend_of_thread()
         torch._C._stash_obj_in_tls(_ATTEND, self.attend)
         try:
@@ -210,6 +211,8 @@ class SdpaMode(TorchFunctionMode):
             torch._C._stash_obj_in_tls(_ATTEND, before)
 
     def __enter__(self) -> Any:
+        # PyTorch keeps a list of the functions that modes see, from the first trace on: with its own function.
+        get_overridable_functions()
         self._undo.enter_context(replaced_in(F, "scaled_dot_product_attention", _by_thread))
         for cls in (torch.jit.ScriptModule, torch.jit.TopLevelTracedModule):
             self._undo.enter_context(replaced_in(cls, "forward", _CheckedForward))
@@ -223,7 +226,8 @@ class SdpaMode(TorchFunctionMode):
 class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
     """Inside the block, ``F.scaled_dot_product_attention`` is ``seqpar.sdpa``: models that call it need no change.
 
-    This covers every way to call the function in Python, such as ``nn.MultiheadAttention``, and also compiled models.
+    This covers every way to call the function in Python, such as ``nn.MultiheadAttention``, and also compiled models,
+    which may be compiled in the block. ``nn.MultiheadAttention`` is not compiled then: ``fullgraph=True`` raises.
     Other attention raises an error: FlexAttention, operators that a package registers with PyTorch, modules of
     TorchScript, and calls of the function in another thread (with ``modules``, other threads are left alone).
 

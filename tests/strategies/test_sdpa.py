@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
@@ -520,3 +526,44 @@ def test_is_causal_does_not_take_away_a_prefix() -> None:
     torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q, dense))
     with pytest.raises(ValueError, match=r"added to the scores \(a bias\) is not supported"):
         seqpar.sdpa(q, q, q, torch.zeros(8, 8), sharding=sharding)
+
+
+class OwnAttention(nn.Module):
+    """nn.MultiheadAttention, which PyTorch puts into compiled code as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return y
+
+
+def first_compiled_in_a_block() -> None:
+    """Run in a new process: PyTorch makes its list of functions that modes see at the first trace, in the block."""
+    assert "torch._dynamo" not in sys.modules
+    sharding, mask = seqpar.Sharding(TOKENS), Mask.documents([0, 20, TOKENS], causal=False)
+    x = torch.randn(2, TOKENS, 16)
+    for make, fullgraph in product((partial(Attention, False), OwnAttention), (False, True)):
+        model = make()
+        code, weights = torch.compile(model, backend="aot_eager", fullgraph=fullgraph), [*model.parameters()]
+        for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):  # an operator, and products
+            with seqpar.replace_sdpa(sharding, mask), sdpa_kernel(kernel):
+                expected = model(x)
+                if fullgraph and isinstance(model, OwnAttention):
+                    with pytest.raises(RuntimeError, match="_needs_fullgraph_false"):
+                        code(x)
+                    continue
+                result = code(x)
+                assert_close(result, expected, torch.float32)
+                gradients = (torch.autograd.grad(y.square().sum(), weights) for y in (result, expected))
+                for actual, right in zip(*gradients, strict=True):
+                    assert_close(actual, right, torch.float32)
+            assert not torch.allclose(model(x), expected)  # the mask counts
+        torch._dynamo.reset()
+
+
+def test_the_first_compilation_may_be_in_a_block() -> None:
+    run = f"from {__name__} import first_compiled_in_a_block as run; run()"
+    subprocess.run([sys.executable, "-c", run], check=True, cwd=Path(__file__).parents[2])
