@@ -340,7 +340,7 @@ KEPT: dict[str, str] = {
     "comm.trace": "_open",
     "comm.waiting": "_name _unfinished",
     "decoding": "KeyValueCache._layers KeyValueCache._intervals",
-    "diffusers.patch": "Patch.__init__ _Call.lengths",
+    "diffusers.patch": "Patch.__init__ _Call.lengths _Call.first",
     "diffusers.plans": "Plan",
     "hf.accelerate": "_maker",
     "hf.batch": "BatchShard",
@@ -379,7 +379,7 @@ KEPT: dict[str, str] = {
     "planner.setting": "_work_by_ring_rank",
     "planner.splits": "_balanced_layout",
     "planner.step": "_LayerCost._passes",
-    "ranks.mesh": "_mesh_groups _hosts",
+    "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
     "scaled_dot_product": "_in_reentrant _without_modules _Modules.masks",
     "schedule.plan": (
