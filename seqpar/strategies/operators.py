@@ -110,7 +110,7 @@ def new_call(
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
         seed_now = 0 if seed is None else int(seed.item())  # on the host: a GPU is not waited for
-        return _SeedHeader(seed_now, sharding.checksum)
+        return _SeedHeader(seed_now, sharding.checksum if spec.draws_seed else Fingerprint(0))
 
     if spec.draws_seed:
         headers = all_gather_header(header, sharding.sequence_group)

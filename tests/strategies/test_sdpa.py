@@ -545,9 +545,11 @@ def first_compiled_in_a_block() -> None:
     assert "torch._dynamo" not in sys.modules
     sharding, mask = seqpar.Sharding(TOKENS), Mask.documents([0, 20, TOKENS], causal=False)
     x = torch.randn(2, TOKENS, 16)
-    for make, fullgraph in product((partial(Attention, False), OwnAttention), (False, True)):
+    makes: list[Any] = [partial(Attention, False), OwnAttention]
+    for make, fullgraph in product(makes, (False, True)):
         model = make()
-        code, weights = torch.compile(model, backend="aot_eager", fullgraph=fullgraph), [*model.parameters()]
+        code: Any = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+        weights = [*model.parameters()]
         for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):  # an operator, and products
             with seqpar.replace_sdpa(sharding, mask), sdpa_kernel(kernel):
                 expected = model(x)
