@@ -42,6 +42,8 @@ from seqpar.comm.shared_memory import VARIABLE, _transports
 from .reference import MARGINS
 
 WORLDS = (1, 2, 3, 4, 8)
+# The threads of PyTorch's operators in each process. Another number changes the order of sums (see CONTRIBUTING.md).
+THREADS = int(os.environ.get("TEST_THREADS", "1"))
 _START_DEADLINE_S = 120.0
 # After a rank has failed, the other ranks have so many seconds to report, because the cause may be an error on one of
 # them.
@@ -250,7 +252,7 @@ def _start_fork_server() -> None:
     multiprocessing.resource_tracker.ensure_running()
     spawn = fork if sys.platform == "linux" else multiprocessing.util.spawnv_passfds
     with (
-        _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=_loopback(), DS_ACCELERATOR="cpu"),
+        _environment(OMP_NUM_THREADS=str(THREADS), GLOO_SOCKET_IFNAME=_loopback(), DS_ACCELERATOR="cpu"),
         replaced(multiprocessing.util, spawnv_passfds=spawn),
     ):
         multiprocessing.forkserver.ensure_running()
@@ -366,7 +368,7 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
     threading.Thread(target=_die_with_parent, daemon=True).start()
     if sys.platform == "linux":  # this also ends a paused process, when the fork server ends together with the tests
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     gc.freeze()  # leave the objects made by imports out of garbage collection, and collect less often
     gc.set_threshold(10_000)
     try:

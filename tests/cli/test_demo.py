@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ from seqpar.cli import demo
 from seqpar.examples import bytelm
 
 from ..pool import OwnPool, on_ranks, start
+from ..reference import assert_close, assert_error
 from .command import exit_code
 
 SMALL = ["--seq-len=61", "--layers=2", "--hidden=32", "--heads=4", "--kv-heads=2", "--steps=4", "--device=cpu"]
@@ -55,7 +57,7 @@ def train(own: OwnPool) -> Train:
     ],
 )
 def test_ranks_have_the_losses_of_one_process(train: Train, ranks: int, options: list[str]) -> None:
-    assert train(ranks, *options) == pytest.approx(train(1), rel=1e-5)
+    assert_close(train(ranks, *options), train(1))
 
 
 @pytest.mark.slow
@@ -63,22 +65,22 @@ def test_resuming_is_exact_on_any_number_of_ranks(train: Train, tmp_path: Path) 
     whole, folder = train(1), f"--checkpoints={tmp_path}"
     assert train(1, folder, "--save-every=2") == whole
     assert train(1, f"--resume={tmp_path}/2") == whole[2:]
-    assert train(4, f"--resume={tmp_path}/2", "--strategy=ring") == pytest.approx(whole[2:], rel=1e-5)
+    assert_close(train(4, f"--resume={tmp_path}/2", "--strategy=ring"), whole[2:])
 
 
 @pytest.mark.slow
 def test_sharded_weights_and_moments_are_resumed(train: Train, tmp_path: Path) -> None:
     whole, folder, sharded = train(1), f"--checkpoints={tmp_path}", ["--strategy=tp_sp", "--layout=contiguous"]
     train(1, folder, "--steps=2")
-    assert train(2, f"--resume={tmp_path}/2", *sharded, "--steps=3", folder) == pytest.approx(whole[2:3], rel=1e-5)
-    assert train(1, f"--resume={tmp_path}/3") == pytest.approx(whole[3:], rel=1e-5)
+    assert_close(train(2, f"--resume={tmp_path}/2", *sharded, "--steps=3", folder), whole[2:3])
+    assert_close(train(1, f"--resume={tmp_path}/3"), whole[3:])
 
 
 @pytest.mark.slow
 def test_the_loss_falls(train: Train) -> None:
     losses = train(1, "--steps=30", "--lr=1e-2", "--mask=causal")
     assert losses[-1] < losses[0] - 1
-    assert train(1, "--bf16") == pytest.approx(train(1), rel=2e-2)
+    assert_close(train(1, "--bf16"), train(1), torch.bfloat16)
 
 
 def test_documents() -> None:
@@ -104,7 +106,8 @@ def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     with (tmp_path / "demo.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["run"] for row in rows] == ["one process", *some]
-    assert all(float(row["largest_difference"]) < 1e-4 for row in rows)
+    for row in rows:
+        assert_error(float(row["largest_difference"]), 0.0, size=math.log(256))  # of losses of bytes
     assert all(float(row["attention_bytes_per_token"]) > 0 for row in rows[1:])
     assert "ring, zigzag" in capsys.readouterr().out
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -9,6 +9,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("peft")
 
 from ..pool import OwnPool, on_ranks, start
+from ..reference import assert_close
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +31,6 @@ def test_the_losses_of_one_process(own: OwnPool) -> None:
         (expected,) = train(1, *argv)
         assert len(expected) == 3
         for losses in train(2, *argv):
-            assert losses == pytest.approx(expected, abs=1e-5)
+            assert_close(losses, expected)
     by_rank = train(4, "--dp=2")  # rank 0 and 1 share a video
     assert by_rank[0] == by_rank[1] and by_rank[2] == by_rank[3] and by_rank[0] != by_rank[2]

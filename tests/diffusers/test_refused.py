@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..observe import message_of
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 from .models import Case, available, make
 
 diffusers = pytest.importorskip("diffusers")
@@ -52,7 +53,7 @@ def test_a_changed_forward_needs_a_plan() -> None:
     assert "another forward" in message_of(lambda: parallelize(model))
     own = Plan({**WAN.cuts, "": {}}, WAN.attention)
     expected = call(model, inputs)
-    assert torch.allclose(call(parallelize(model, plan=own), inputs), expected)
+    assert_close(call(parallelize(model, plan=own), inputs), expected)
     restore(model)
     model.__class__ = diffusers.WanTransformer3DModel
     model.forward = partial(model.forward)  # the same

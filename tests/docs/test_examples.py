@@ -28,6 +28,7 @@ import seqpar.hf
 from ..hf.test_accelerate import logged, settings, torchrun
 from ..hf.test_multimodal import make_batch, tiny
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -105,7 +106,7 @@ def test_example(two: Pool, tmp_path: Path, name: str) -> None:
         alone = losses(script, arguments)
     assert len(alone) == 2 and min(alone) > 0
     for together in two.run(2, losses_of_ranks, script, arguments, deadline_s=120):
-        assert together == pytest.approx(alone, abs=5e-5)
+        assert_close(together, alone)
 
 
 def losses_with_images(folder: str) -> list[float]:
@@ -140,7 +141,7 @@ def test_a_trainer_with_images(two: Pool, tmp_path: Path) -> None:
         alone = losses_with_images(str(tmp_path))
     assert len(alone) == 2 and min(alone) > 0
     for together in two.run(2, losses_with_images_of_ranks, str(tmp_path)):
-        assert together == pytest.approx(alone, abs=5e-5)
+        assert_close(together, alone)
 
 
 def run_host(out: Path, arguments: list[str]) -> None:
@@ -175,7 +176,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     output = (tmp_path / "host0").read_text()
     assert [process.exitcode for process in hosts] == [0, 0], output
     (line,) = [line for line in output.splitlines() if line.startswith('{"losses"')]
-    assert json.loads(line)["losses"] == pytest.approx(alone, abs=5e-5)
+    assert_close(json.loads(line)["losses"], alone)
 
 
 def test_every_example_is_short_and_tested() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ..reference import assert_close
 from .test_docs import ROOT, _blocks
 
 pytestmark = pytest.mark.slow
@@ -82,7 +83,8 @@ def test_a_recipe_is_one_process(recipe: str, tmp_path: Path) -> None:
         lines = _run(command, source, tmp_path)
         assert len(lines) == (ranks if result else 0)
         results += [[float(x) for x in line.split()] for line in lines]
-    assert all(x == pytest.approx(results[0], rel=1e-5) for x in results), results
+    for x in results:
+        assert_close(x, results[0])
 
 
 def test_ray_train(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import seqpar.hf
 from seqpar import Memory
 
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -84,7 +85,7 @@ def compare(group: ProcessGroup, name: str, memory: Memory) -> None:
     batch["labels"] = ids.masked_fill(batch["attention_mask"] == 0, -100)
     expected, actual = loss_and_gradients(plain, batch), loss_and_gradients(model, batch, group)
     for a, b in zip(expected, actual, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+        assert_close(b, a)
     seqpar.hf.restore(model)
     assert not any("forward" in vars(m) for m in model.modules())
 
@@ -123,7 +124,7 @@ def test_what_is_shared_is_replaced_once() -> None:
     for each in (model, copy.deepcopy(model)):
         each.zero_grad()
         for a, b in zip(expected, loss_and_gradients(each, {"input_ids": ids, "labels": ids}), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+            assert_close(b, a)
     seqpar.hf.restore(model)
     assert not any("forward" in vars(m) or m._forward_pre_hooks for m in model.modules())
 
@@ -146,7 +147,7 @@ def test_modules_with_other_names() -> None:
             else:
                 seqpar.hf.parallelize(model)
         for a, b in zip(expected, loss_and_gradients(model, {"input_ids": ids, "labels": ids}), strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+            assert_close(b, a)
         seqpar.memory.restore(seqpar.hf.restore(model))
         assert not any("forward" in vars(m) for m in model.modules())
 

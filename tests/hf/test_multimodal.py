@@ -21,10 +21,10 @@ import seqpar
 import seqpar.hf
 
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 from .workers import PARALLELIZE, Result, check_loss, check_step, trained
 
 pytestmark = pytest.mark.slow
-LOGITS = 3e-4
 VOCAB, IMAGE, VIDEO, LENGTH = 66, 64, 65, 45
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -214,8 +214,8 @@ def test_activation_checkpointing(pool: Pool) -> None:
 
 
 @on_ranks
-def asked(group: ProcessGroup, kind: str) -> list[float]:
-    """Errors of all logits, of the last, and of some, with and without labels, and errors of hidden states."""
+def asked(group: ProcessGroup, kind: str) -> None:
+    """Compare all logits, of the last, and of some, with and without labels, and hidden states."""
     batch = make_batch(kind, "images")
     expected = tiny(kind)(**batch, output_hidden_states=True)
     model = seqpar.hf.parallelize(tiny(kind), group=group)
@@ -233,13 +233,13 @@ def asked(group: ProcessGroup, kind: str) -> list[float]:
     pairs.append((model(**batch, labels=labels).logits, expected.logits))
     seqpar.hf.restore(model)
     pairs.append((model(**batch, labels=labels).logits, expected.logits))
-    return [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs]
+    for ours, theirs in pairs:
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs(pool: Pool, kind: str) -> None:
-    for errors in pool.run(2, asked, kind):
-        assert max(errors) < LOGITS, errors
+    pool.run(2, asked, kind)
 
 
 @on_ranks

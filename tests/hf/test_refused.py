@@ -38,6 +38,7 @@ from seqpar.hf.batch import Cut, shard_for_rank
 from seqpar.ranks.rendezvous import missing_message
 
 from ..pool import Pool, on_ranks
+from ..reference import assert_close
 from .workers import VOCAB, Result, check_loss, check_step, make_batch, one_device_of, tiny, trained
 
 pytestmark = pytest.mark.slow
@@ -650,7 +651,7 @@ def four_streams(group: ProcessGroup, batch: dict[str, Tensor], expected: Result
         check_step(group, model, batch, expected, batches)
         output = model(**batch, output_hidden_states=True)
         for x, y in zip(output.hidden_states, states, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+            assert_close(x, y)
 
 
 def test_streams_that_look_like_rows(pool: Pool) -> None:

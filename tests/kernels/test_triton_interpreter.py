@@ -38,7 +38,15 @@ from seqpar.triton_kernels import Config, apply_rotary, attention_backward, atte
 from seqpar.triton_kernels.preprocess import padded_bounds, query_ranges
 
 from ..interpreter import make_faster
-from ..reference import Rule, Rules, combined_mask, dense_gradients, dropout_keep, visible_pairs
+from ..reference import (
+    Rule,
+    Rules,
+    assert_close,
+    combined_mask,
+    dense_gradients,
+    dropout_keep,
+    visible_pairs,
+)
 from ..standins import stand_ins
 
 torch.set_num_threads(1)
@@ -54,7 +62,6 @@ MASKS: dict[str, Rules] = {
     "chunked": (Rule("chunked", (28, True)),),
     "prefix": (Rule("prefix_lm", (36,)),),
 }
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 
 
 @dataclass
@@ -156,9 +163,7 @@ class Problem:
 
     def compare(self, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         for name in found:
-            error = (found[name] - expected[name]).abs().max().item()
-            scale = max(1.0, expected[name].abs().max().item())
-            assert error <= TOLERANCE[self.dtype] * scale, f"{name}: error {error:.2e}, allowed {TOLERANCE[self.dtype]}"
+            assert_close(found[name], expected[name], self.dtype, name)
 
 
 def problem(length: int = LENGTH, **options: Any) -> Problem:
@@ -270,8 +275,8 @@ def test_the_steps_of_a_ring(layout: str) -> None:
             carry = backend.forward(q, k, v, local.intervals(keys), full.score, carry, step == ranks - 1)
         assert carry is not None
         out, lse = carry
-        torch.testing.assert_close(out.double(), expected["out"][:, own], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(lse.double(), expected["lse"][:, :, own], atol=1e-5, rtol=1e-5)
+        assert_close(out, expected["out"][:, own], torch.float32)
+        assert_close(lse, expected["lse"][:, :, own], torch.float32)
         dq = torch.zeros_like(q)
         output = base.OutputGrad(dout, out, lse, delta(out, dout, full.dlse[:, :, own]))
         for keys in steps:
@@ -280,9 +285,9 @@ def test_the_steps_of_a_ring(layout: str) -> None:
             backend.backward(q, k, v, output, local.intervals(keys), full.score, Grads(dq, *grads))
             dk[:, keys] += grads[0]
             dv[:, keys] += grads[1]
-        torch.testing.assert_close(dq.double(), expected["dq"][:, own], atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(dk.double(), expected["dk"], atol=5e-5, rtol=5e-5)
-    torch.testing.assert_close(dv.double(), expected["dv"], atol=5e-5, rtol=5e-5)
+        assert_close(dq, expected["dq"][:, own], torch.float32)
+    assert_close(dk, expected["dk"], torch.float32)
+    assert_close(dv, expected["dv"], torch.float32)
 
 
 def test_layouts_of_memory() -> None:
@@ -322,7 +327,7 @@ def test_empty_keys_and_queries() -> None:
     sinks = torch.tensor([1.0, 2.0])
     out, lse = attention_forward(p.q, p.k, p.v, nothing_visible(p, 20, 20), Score(1.0, sinks=sinks))
     assert torch.equal(out, torch.zeros_like(p.q))
-    torch.testing.assert_close(lse, sinks[None, :, None].expand_as(lse))
+    assert_close(lse, sinks[None, :, None].expand_as(lse))
     out, lse = attention_forward(p.q[:, :0], p.k, p.v, nothing_visible(p, 0, 20), score)
     assert out.shape == (2, 0, 2, 16) and lse.shape == (2, 2, 0)
     grads = [torch.ones_like(x) for x in (p.q, p.k, p.v)]
@@ -338,8 +343,8 @@ def test_steps_without_visible_keys_keep_the_carry() -> None:
     before = acc.clone(), lse.clone()
     for last in (False, True):
         found = attention_forward(p.q, p.k, p.v, nothing_visible(p, 40, 40), Score(1.0), carry=(acc, lse), last=last)
-        torch.testing.assert_close(found[0], before[0])
-        torch.testing.assert_close(found[1], before[1])
+        assert_close(found[0], before[0])
+        assert_close(found[1], before[1])
 
 
 def test_large_scores_stay_finite() -> None:
@@ -449,14 +454,17 @@ def test_merge(dtype: torch.dtype) -> None:
     acc, out = torch.randn(2, 37, 3, 40), torch.randn(2, 37, 3, 40).to(dtype)
     lse, out_lse = torch.randn(2, 3, 37) * 50, torch.randn(2, 3, 37) * 50
     lse[0, 0, :5], out_lse[0, 0, 3:8] = -torch.inf, -torch.inf
-    both = torch.logaddexp(lse.double(), out_lse.double())
-    weights = [torch.exp(x.double() - both).nan_to_num(0).transpose(1, 2)[..., None] for x in (lse, out_lse)]
-    expected = acc.double() * weights[0] + out.double() * weights[1]
+
+    def merged(as_type: torch.dtype) -> tuple[Tensor, Tensor]:
+        both = torch.logaddexp(lse.to(as_type), out_lse.to(as_type))
+        weights = [torch.exp(x.to(as_type) - both).nan_to_num(0).transpose(1, 2)[..., None] for x in (lse, out_lse)]
+        return acc.to(as_type) * weights[0] + out.to(as_type) * weights[1], both
+
+    expected, rounded = merged(torch.float64), merged(torch.float32)
     # Views into longer tensors, as a block of queries is.
     acc, lse = (F.pad(x, (0,) * (2 * (x.dim() - 1 - d)) + (2, 3)).narrow(d, 2, 37) for x, d in ((acc, 1), (lse, 2)))
     merge_(acc, lse, out, out_lse)
-    torch.testing.assert_close(acc.double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(lse.double(), both, atol=1e-4, rtol=1e-5)
+    assert_close((acc, lse), expected, torch.float32, rounded=rounded)
 
 
 def test_merge_raises_if_it_cannot_write_in_place() -> None:
@@ -479,9 +487,9 @@ def test_rotary(head_dim: int, by_batch: bool) -> None:
     (want,) = torch.autograd.grad((expected * weight.double()).sum(), x)
     for tables in ((cos.float(), sin.float()), (cos.float().squeeze(2), sin.float().squeeze(2))):
         found = apply_rotary(x, *tables)
-        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+        assert_close(found, expected, torch.float32)
         (got,) = torch.autograd.grad((found * weight).sum(), x)
-        torch.testing.assert_close(got.double(), want.double(), atol=1e-5, rtol=1e-5)
+        assert_close(got, want, torch.float32)
 
 
 def test_elementwise_work_is_the_same_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +514,7 @@ def test_elementwise_work_is_the_same_with_kernels(monkeypatch: pytest.MonkeyPat
     for module in (base, rotary_module):
         monkeypatch.setattr(module, "elementwise_kernels", kernels)
     for found, want in zip(elementwise_work(), expected, strict=True):
-        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+        assert_close(found, want)
     assert len(used) == 4
 
 
@@ -519,7 +527,7 @@ def test_rotary_at_long_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     for x, found in zip((q, k), seqpar.RotaryEmbedding(64, 5e5)(q, k, positions), strict=True):
         first, second = x.double().chunk(2, -1)
         expected = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
-        torch.testing.assert_close(found.double(), torch.cat(expected, -1), atol=2e-6, rtol=0)
+        assert_close(found, torch.cat(expected, -1), torch.float32)
 
 
 def test_rotary_refuses_tables() -> None:

@@ -20,7 +20,7 @@ from seqpar.planner.setting import Setting
 from seqpar.strategies.auto import fastest
 
 from ..pool import Pool, on_ranks
-from ..reference import assert_close
+from ..reference import assert_close, assert_error
 from ..settings import H100, attention_shape
 from ..strategy_cases import layout_of
 
@@ -92,7 +92,9 @@ def _layer(group: ProcessGroup) -> tuple[float, list[str]]:
 
 def test_the_layer_chooses_too(pool: Pool) -> None:
     found = pool.run(2, _layer)
-    assert all(error < 1e-12 and chosen == found[0][1] and chosen for error, chosen in found)
+    for error, chosen in found:
+        assert_error(error, 0.0, dtype=torch.float64)
+        assert chosen and chosen == found[0][1]
 
 
 @pytest.mark.parametrize("call", [lambda s: seqpar.mask_planner(s, "auto"), seqpar.AutoAttention(8, 2).mask_planner])
