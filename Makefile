@@ -1,4 +1,4 @@
-# make demo | test | test-thorough | test-fast | gate | compat | families | lint | docs | scale | format | bench | peers | clean
+# make demo | test | test-thorough | test-fast | gate | compat | lowest | families | lint | docs | scale | format | bench | peers | clean
 #
 # The first target that runs creates .venv and installs everything, in about a minute.
 
@@ -27,7 +27,7 @@ IN_THREE := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # Many processes import the tests: with bytecode, only the first one compiles them.
 PYTEST = PYTHONDONTWRITEBYTECODE= timeout --kill-after=10 $(TEST_DEADLINE_S) $(BIN)/python -m pytest
 
-.PHONY: demo test test-thorough test-fast gate compat families lint docs scale format bench peers clean
+.PHONY: demo test test-thorough test-fast gate compat lowest families lint docs scale format bench peers clean
 
 # Train a small model on one process and under every strategy on four, and compare the losses.
 demo: $(READY)
@@ -55,6 +55,15 @@ gate: $(READY)
 # an environment of its own. Writes the table in docs/huggingface.md.
 compat: $(READY)
 	TORCH="$(TORCH)" CPU_INDEX="$(CPU_INDEX)" $(BIN)/python tests/hf/compat.py
+
+# The commands with the lowest versions that pyproject.toml allows, except of torch.
+lowest: $(READY)
+	$(PYTHON) -m venv .compat/lowest
+	.compat/lowest/bin/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/uv pip install --quiet --python .compat/lowest/bin/python --resolution lowest-direct "$(TORCH)" --editable ".[cli]"
+	.compat/lowest/bin/seqpar plan --help > /dev/null
+	.compat/lowest/bin/seqpar plan --model llama3-8b --seq-len 128k --gpus 8 --charts .compat/lowest/charts.png
+	.compat/lowest/bin/seqpar doctor --no-measure --nproc 2
 
 # Compare a tiny random model of every causal, masked and image-text class of the installed transformers with one
 # process, on two ranks. Writes the table in docs/families.md. Takes about five minutes. ONLY=llama,gemma3 prints the rows

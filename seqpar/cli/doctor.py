@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 from ..base.checks import check_int
 from ..comm.nccl import nccl_problems, nccl_report, nccl_version
+from ..comm.shared_memory import shared_memory
 from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
 from ..layers import LocalAttention
@@ -81,7 +82,7 @@ class Check:
 class RankReport:
     ranks: int
     hosts: int
-    backend: str  # "nccl" or "gloo"
+    backend: str  # what carries messages: "nccl", "gloo", or "gloo and shared memory" (for attention's messages)
     device: str  # "cuda" or "cpu"
     links: list[Link]  # one for each operation and size; empty with one rank
     checks: list[Check]  # one for each strategy and mask
@@ -243,10 +244,11 @@ def examine_ranks(measure: bool, check: bool) -> RankReport:
     """Measure the links and compare the strategies. All ranks of the job call this together."""
     device, group = join(_TIMEOUT), dist.group.WORLD
     assert group is not None
+    shares_memory = group.size() > 1 and shared_memory(group, device) is not None
     return RankReport(
         group.size(),
         len(ranks_by_host(group)),
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if device.type == "cuda" else "gloo and shared memory" if shares_memory else "gloo",
         device.type,
         list(measure_links(group, device)) if measure and group.size() > 1 else [],
         list(compare(group, device)) if check else [],

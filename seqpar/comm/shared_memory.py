@@ -43,6 +43,7 @@ from ..base.settings import switch
 from ..ranks.mesh import Ranks, global_ranks, host_name, parent_group, rank_in
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
 from .communicator import PerWorld
+from .trace import say_transport
 from .waiting import MESSAGES, Message, PeerError, Pending, begin, failure
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
@@ -282,6 +283,7 @@ def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemoryTransport |
     key = global_ranks(ranks), wanted
     if key not in transports:
         transports[key] = _connect(ranks, wanted)
+        say_transport(ranks, transports[key] is not None, wanted)
     return transports[key]
 
 

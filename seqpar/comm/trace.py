@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..ranks.mesh import Ranks, ranks_on_other_hosts
+import torch
+
+from ..ranks.mesh import Ranks, global_ranks, parent_group, ranks_on_other_hosts, shown
+
+_log = logging.getLogger("seqpar")
 
 
 @dataclass
@@ -84,3 +89,22 @@ def count_backend(name: str) -> None:
     """Count a call of a backend."""
     for record in _open:
         record.backends[name] += 1
+
+
+def say_transport(ranks: Ranks, shared: bool, wanted: bool) -> None:
+    """Log, on the first of ``ranks``, what carries attention's messages between them on a CPU.
+
+    It is a warning if the ranks share a host, as far as is known, and cannot share memory: gloo is slower.
+    """
+    if ranks.rank():
+        return
+    backend = parent_group(ranks)._get_backend(torch.device("cpu")).name()
+    expected = shared or not wanted or backend != "gloo" or bool(ranks_on_other_hosts(ranks))
+    carrier = "through shared memory" if shared else f"by {backend}"
+    if not expected:
+        carrier += (
+            ", which is slower than shared memory: some ranks are in other containers or on other hosts, or have no "
+            "free file descriptor, or have SEQPAR_SHARED_MEMORY=off"
+        )
+    say = _log.info if expected else _log.warning
+    say("attention's messages between the ranks %s are sent %s", shown(global_ranks(ranks)), carrier)

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.comm import shared_memory as transports
+from seqpar.comm import trace
 from seqpar.comm.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
 from seqpar.comm.p2p import connect, exchange, new_message, without_messages
 from seqpar.comm.shared_memory import ReceiveMode, SharedMemoryTransport, shared_memory
@@ -309,8 +310,8 @@ def test_waits_end() -> None:
 
 
 @on_ranks
-def can_share_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> bool:
-    """Whether three ranks share memory if rank 1 differs from the others in ``unlike``."""
+def can_share_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> tuple[bool, list[str]]:
+    """Whether three ranks share memory if rank 1 differs from the others in ``unlike``, and what is logged."""
     world = start(port, name, group.rank(), 3)
     odd = group.rank() == 1
     with (
@@ -319,13 +320,18 @@ def can_share_memory(group: ProcessGroup, port: int, name: str, unlike: str) -> 
         mock.patch.object(os, "getpid", return_value=1 << 30 if odd and unlike == "process" else os.getpid()),
         mock.patch.object(os, "memfd_create", side_effect=OSError if odd and unlike == "files" else os.memfd_create),
     ):
-        return shared_memory(world, CPU) is not None
+        with mock.patch.object(trace, "_log") as log:
+            shared = shared_memory(world, CPU) is not None, shared_memory(world, CPU) is not None
+        assert shared[0] == shared[1]
+        return shared[0], [call[0] for call in log.method_calls]
 
 
 @pytest.mark.parametrize("unlike", ["nothing", "host", "process", "files", "variable"])
 def test_who_shares_memory(own: OwnPool, unlike: str) -> None:
     results = own.pool.run(3, can_share_memory, own.port, unlike, unlike, shared_memory=True)
-    assert results == [unlike == "nothing"] * 3
+    assert [shared for shared, _ in results] == [unlike == "nothing"] * 3
+    # Once, by the first rank.
+    assert [said for _, said in results] == [["info" if unlike == "nothing" else "warning"], [], []]
 
 
 @on_ranks
