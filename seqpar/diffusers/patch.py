@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..base.checks import no_compile
 from ..comm.collectives import all_reduce
@@ -39,6 +39,7 @@ from .foreign import (
     skips_scores,
 )
 from .plans import Across, Cut, Plan, has_plan, plan_of
+from .trial import FewTokens, Trial, attend_to_own_token
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -98,6 +99,7 @@ def parallelize(
             it does not have. Later, in a call: inputs that do not fit the plan, fewer image tokens than ranks, padding
             before real tokens, or a hook of diffusers, such as a cache, that would decide on each rank from its own
             tokens.
+        ValueError: in the first call, with ``plan`` and several ranks, if a module mixes tokens outside of attention.
         RuntimeError: in a call, if an attention module computes attention in another way than by one call of
             ``F.scaled_dot_product_attention``.
     """
@@ -118,7 +120,7 @@ def parallelize(
         refuse_shards(each, no_tokens.sequence_group)
     plans = [plan or plan_of(each) for _, each in models]
     for (_, each), its_plan in zip(models, plans, strict=True):
-        Patch(each, its_plan, mesh, group, arguments)
+        Patch(each, its_plan, mesh, group, arguments, trusted=plan is None)
     return model
 
 
@@ -209,6 +211,7 @@ class Patch:
         shardings: of streams with given lengths.
         ranks: the number of ranks.
         options: arguments of attention.
+        is_checked: whether no module mixes tokens outside of attention. The tests check the package's own plans.
     """
 
     def __init__(
@@ -218,11 +221,13 @@ class Patch:
         mesh: DeviceMesh | None,
         group: ProcessGroup | None,
         options: Mapping[str, Any],
+        trusted: bool,
     ) -> None:
         self.model, self.plan, self.options = model, plan, options
         self.outputs = {plan.output: plan.output_stream, **plan.other_outputs}
         self.shardings = lru_cache(maxsize=32)(partial(Sharding.segments, mesh=mesh, group=group))
         self.ranks = self.shardings((0,)).ranks
+        self.is_checked = trusted or self.ranks == 1
         self.modes = _Modes()
         with ExitStack() as self._undo:
             self._patch()
@@ -239,7 +244,7 @@ class Patch:
                         signatures[module] = signature
             for module, signature in signatures.items():
                 if module is model:
-                    self._root_signature = signature
+                    self.root_signature = signature
                 else:
                     hook = module.register_forward_pre_hook(partial(self._before, pattern, signature), with_kwargs=True)
                     self._undo.callback(hook.remove)
@@ -316,17 +321,49 @@ class Patch:
             )
         check_hooks(model)
         refuse_shards(model, self.shardings((0,)).sequence_group)
+        unchecked = None if self.is_checked else self._check(model, original, args, kwargs)
         args, kwargs = self._inputs(args, kwargs)
         call = _Call(self, model)
         with call.running(), call.checkpoints():
-            if "" in self.plan.cuts:
-                args, kwargs = call.cut_arguments("", self._root_signature, args, kwargs)
-            output = original(*args, **kwargs)
+            output = call.run(original, args, kwargs)
         missing = ["attention module"] * (not call.attended) + [x for x in self.outputs if x not in call.gathered]
         if missing:
             what = missing[0]
             raise RuntimeError(f"model: it called no {what} of the plan, so tokens of other ranks had no effect on it")
+        if unchecked is not None:
+            raise ValueError(
+                "plan: it could not be checked whether the model's modules mix tokens outside of attention, because a "
+                f"run on a few tokens ended with {type(unchecked).__name__}: {unchecked}; a rank may hold any number "
+                "of tokens"
+            ) from unchecked
         return output
+
+    def _check(self, model: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Exception | None:
+        """Raise an error if a module mixes tokens outside of attention. Returns an error that ended the check."""
+        trial = Trial(self.plan, model, self.owns)
+
+        def run(number: int | None) -> None:
+            call = _TrialCall(self, model, trial, number)
+            with call.running():
+                call.run(original, args, kwargs)
+
+        device = next((x.device for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)), torch.device("cpu"))
+        try:
+            with torch.no_grad():
+                mixer = trial.find_mixer(run, device)
+        except Exception as error:
+            return error
+        if mixer is not None:
+            raise ValueError(
+                f"plan: in {mixer} a token sees other tokens outside of attention, and a rank holds only some of them; "
+                "the model cannot be parallelized, unless the plan cuts after this module or gathers before it"
+            )
+        self.is_checked = True
+        return None
+
+    def owns(self, hook: Any) -> bool:
+        """Whether ``parallelize`` has registered the hook."""
+        return getattr(getattr(hook, "func", None), "__self__", None) is self
 
     def _inputs(self, args: Any, kwargs: Any) -> Any:
         """The inputs; their gradients are averaged over the ranks, since each rank computes from its tokens only."""
@@ -424,11 +461,14 @@ class _Call:
         self.gathered: set[str] = set()
         self.attended = False
 
+    def new_mode(self) -> _Attention:
+        return _Attention(self)
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """The modules that run inside of the block belong to this call."""
         modes = self.patch.modes.running
-        with _Attention(self) as mode:
+        with self.new_mode() as mode:
             modes.append(mode)
             try:
                 yield
@@ -455,6 +495,11 @@ class _Call:
         finally:
             for attributes, name, original in originals:
                 attributes[name] = original
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if "" in self.patch.plan.cuts:
+            args, kwargs = self.cut_arguments("", self.patch.root_signature, args, kwargs)
+        return forward(*args, **kwargs)
 
     def length(self, stream: str) -> int:
         """Tokens of the stream, with masked ones if there are fewer than ranks: model code slices ``[:, -text:]``."""
@@ -664,6 +709,47 @@ class _Attention(SdpaMode):
             **call.patch.options,
         )
         return out if order == streams else _reorder(out, order, streams, call)
+
+
+class _TrialCall(_Call):
+    """A call on a few tokens, in which attention sees nothing of other tokens."""
+
+    def __init__(self, patch: Patch, model: nn.Module, trial: Trial, number: int | None) -> None:
+        super().__init__(patch, model)
+        self.trial, self.number = trial, number
+
+    def new_mode(self) -> _Attention:
+        return _TrialAttention(self)
+
+    def sharding(self, streams: tuple[str, ...]) -> Any:
+        for stream in streams:
+            self.length(stream)  # raises if it has not been cut
+        return FewTokens(self.trial.changed(streams, self.number))
+
+    def whole(self, x: Tensor, stream: str, dim: int) -> Tensor:
+        dim %= x.dim()
+        return x.new_zeros(*x.shape[:dim], self.lengths[stream], *x.shape[dim + 1 :])
+
+
+class _TrialAttention(_Attention):
+    call: _TrialCall
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if not self.is_sharded():
+            return super().attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        self.calls += 1
+        self.call.trial.see([x.transpose(1, 2) for x in (query, key, value)], self.modules[-1][1])
+        return attend_to_own_token(query, key, value)
 
 
 def _reorder(x: Tensor, order: tuple[str, ...], new: tuple[str, ...], call: _Call) -> Tensor:

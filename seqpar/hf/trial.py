@@ -39,6 +39,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import AttentionInterface
 
 from ..base.replaced import replaced
+from ..base.substitutes import count, is_quantized, linear, restored, substitute, tensors_of
 from .indexer_trial import check_indices, choose_own_tokens
 from .key_values import expand, has_latent_kv
 from .mixers import tokenwise_mixers
@@ -54,7 +55,7 @@ _LONGEST = 1 << 24  # tokens of a row; float32 counts no further
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
 _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_SMALL = 1 << 16  # parameters of at most so many elements are replaced by contiguous tensors
+_SMALL = 1 << 16  # a linear layer with fewer features is no output embedding
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Trial:
         self._running.pop()
         # The last one is the outermost module that returns the tensor alone, or the innermost that returns it at all.
         at = len(self._pooled) if isinstance(output, Tensor) else 0
-        self._pooled[at:at] = [(x, module) for x in _tensors(output) if x.dim() == 2 and len(x) == self.rows]
+        self._pooled[at:at] = [(x, module) for x in tensors_of(output) if x.dim() == 2 and len(x) == self.rows]
         self.check(output, module)
 
     def mixes(self) -> None:
@@ -138,11 +139,11 @@ class Trial:
 
     def check_output(self, output: Any) -> None:
         self.check(output, self._root)
-        for x in _tensors(output):
+        for x in tensors_of(output):
             module = next((module for y, module in reversed(self._pooled) if y is x), None)
             if module is not None and self.pooler is None:
                 self.pooler = self._names[module], type(module).__name__
-        if not any(bool(x.isfinite().all()) for x in _tensors(output)):
+        if not any(bool(x.isfinite().all()) for x in tensors_of(output)):
             raise ValueError("its outputs are not finite")
 
     def find_longest(self, counts: Callable[[int], bool]) -> None:
@@ -161,7 +162,7 @@ class Trial:
 
     def check_positions(self, output: Any, without_ids: Any) -> None:
         """Compare the outputs of one row, except for its padding, with ``position_ids`` of 0, 1, 2, ... and without."""
-        for x, y in zip(_tensors(output), _tensors(without_ids), strict=True):
+        for x, y in zip(tensors_of(output), tensors_of(without_ids), strict=True):
             ours, theirs = (_by_token(z, 1, self.length) for z in (x, y))
             if ours is not None and theirs is not None:
                 change = (ours[:, _SHIFT + 1 :] - theirs[:, _SHIFT + 1 :]).abs().max()
@@ -169,7 +170,7 @@ class Trial:
 
     def check_length(self, output: Any, longer: Any) -> None:
         """Compare the outputs of one row, except for its padding, with the outputs of the row with more tokens."""
-        for x, y in zip(_tensors(output), _tensors(longer), strict=True):
+        for x, y in zip(tensors_of(output), tensors_of(longer), strict=True):
             short, long = _by_token(x, 1, self.length), _by_token(y, 1, self.longer)
             if short is not None and long is not None:
                 change = (short - long[:, : self.length])[:, _SHIFT + 1 :].abs().max()
@@ -180,7 +181,7 @@ class Trial:
             return
         name = self._names.get(module, ""), type(module).__name__
         with torch._C.DisableTorchFunction():  # ``_TokenwiseFunctions`` would be called for every operation
-            tensors = [x for x in (_by_token(x, self.rows, self.length) for x in _tensors(values)) if x is not None]
+            tensors = [x for x in (_by_token(x, self.rows, self.length) for x in tensors_of(values)) if x is not None]
             if self.mixer is None and any(map(_depends_on_others, tensors)):
                 self.mixer = name
             if self.counter is None and any(map(_depends_on_index, tensors)):
@@ -422,18 +423,6 @@ def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
     return tokens
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
-    if isinstance(values, Tensor):
-        if values.is_floating_point():
-            yield values
-    elif isinstance(values, tuple | list):
-        for x in values:
-            yield from _tensors(x)
-    elif hasattr(values, "values"):
-        for x in values.values():
-            yield from _tensors(x)
-
-
 def _by_token(x: Tensor, rows: int, length: int) -> Tensor | None:
     """``x [rows, ..., length, ...]`` as ``[rows, length, channels]``, of which some are left out.
 
@@ -486,24 +475,23 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
     """
     with ExitStack() as stack:
         shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
+        # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
+        stack.enter_context(restored(root))
         for module in root.modules():
-            # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
-            for attributes in (vars(module), *(x for x in vars(module).values() if isinstance(x, dict))):
-                stack.callback(_set_entries, attributes, dict(attributes))
             if any(isinstance(x, DTensor) for x in module._parameters.values()):
                 # transformers' tensor parallelism sets a forward that converts from and to DTensors.
                 vars(module).pop("forward", None)
             for store in (module._parameters, module._buffers):
                 for name, x in list(store.items()):
                     if x is not None and (x.device.type != "cpu" or store is module._parameters):
-                        store[name] = shared.setdefault(id(x), _substitute(x))
+                        store[name] = shared.setdefault(id(x), substitute(x))
             # transformers installs the hooks that record outputs in a model's first forward, and again without this.
             vars(module).pop("_output_capturing_hooks_installed", None)
             module._forward_hooks.clear()
             module._forward_pre_hooks.clear()
             module.training = False
-            if _is_quantized(module):
-                vars(module)["forward"] = partial(_linear, features=module.out_features)
+            if is_quantized(module):
+                vars(module)["forward"] = partial(linear, features=module.out_features)
         for config in _configs(root):
             values = ("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")
             for name, value in (*values, ("use_cache", False)):
@@ -514,40 +502,9 @@ def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Ite
         yield
 
 
-def _set_entries(attributes: dict[str, Any], values: dict[str, Any]) -> None:
-    attributes.clear()
-    attributes.update(values)
-
-
 def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
     configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
     return list(configs.values())
-
-
-def _is_quantized(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer with integer weights, of which only its class knows how they multiply."""
-    sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)
-    if any(module.children()) or not all(isinstance(size, int) for size in sizes):
-        return False
-    return any(x.numel() > 1 and not x.is_floating_point() for x in (*module.parameters(), *module.buffers()))
-
-
-def _substitute(x: Tensor) -> Tensor:
-    """A tensor of the shape of ``x`` that takes a few kilobytes, because its rows overlap in memory."""
-    if not x.is_floating_point():
-        return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape)
-    shape = tuple(x.shape)
-    size = sum(n - 1 for n in shape) + 1
-    values = torch.sin(_count(size) * 1.7 + 0.3) * 0.5 + 0.1
-    overlapping = torch.as_strided(values, shape, (1,) * len(shape))
-    if x.numel() <= _SMALL:
-        overlapping = overlapping.contiguous()  # model code may call view() on small parameters
-    # A parameter may only be replaced by another nn.Parameter.
-    return nn.Parameter(overlapping, requires_grad=False)
-
-
-def _count(size: int) -> Tensor:
-    return torch.arange(size, dtype=torch.float32, device="cpu")
 
 
 # These functions would make a contiguous copy of a weight whose rows overlap in memory.
@@ -578,15 +535,15 @@ class _TokenwiseFunctions(TorchFunctionMode):
             features = (args[1] if len(args) > 1 else kwargs["weight"]).shape[0]
             x = args[0] if args else kwargs["input"]
             if features >= self.vocabulary:
-                return _linear(x, 1).expand(*x.shape[:-1], features)
-            return _linear(x, features)
+                return linear(x, 1).expand(*x.shape[:-1], features)
+            return linear(x, features)
         if func in _PRODUCTS and len(args) == 2 and args[1].untyped_storage().nbytes() < args[1].nbytes:
             x, weight = args  # experts whose weights are one tensor, whose rows overlap
-            return _linear(x.expand(*weight.shape[: weight.dim() - x.dim()], *x.shape), weight.shape[-1])
+            return linear(x.expand(*weight.shape[: weight.dim() - x.dim()], *x.shape), weight.shape[-1])
         if func is F.embedding:
             weight = args[1] if len(args) > 1 else kwargs["weight"]
             ids = args[0] if args else kwargs["input"]  # [...], to [..., channels] with different values for each id
-            return torch.sin((ids[..., None] + 1) * (_count(weight.shape[-1]) * 0.37 + 1.0))
+            return torch.sin((ids[..., None] + 1) * (count(weight.shape[-1]) * 0.37 + 1.0))
         if func is F.cross_entropy and self.cross_entropies is not None:
             call = _CROSS_ENTROPY.bind(*args, **kwargs)
             call.apply_defaults()
@@ -598,11 +555,3 @@ class _TokenwiseFunctions(TorchFunctionMode):
         if func is torch.arange and self.last_index is not None and result.shape == (self.length,):
             return (result.long() * self.last_index // (self.length - 1)).to(result.dtype)
         return result
-
-
-def _linear(x: Tensor, features: int) -> Tensor:
-    """``x [..., channels]`` to ``[..., features]``: sums of two channels and the mean, each with a different factor."""
-    x = x + 0.5 * x.roll(3, -1) + x.mean(-1, keepdim=True)
-    copies = -(-features // x.shape[-1])
-    out = x.repeat(*[1] * (x.dim() - 1), copies)[..., :features]
-    return out * (1 + 0.3 * torch.cos(_count(features) * 0.9))
