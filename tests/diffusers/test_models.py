@@ -97,8 +97,6 @@ def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any])
     grads = weights(model)
     with broken(options.get("broken")):
         parallelize(model, group=group, strategy=case.strategy)
-        if options.get("checked"):
-            patch_of(model).is_checked = False  # as if the plan were the caller's
         if options.get("compiled"):
             # The first block of each kind on rank 1. Rank 0 sends the same in eager code.
             for blocks in model.children() if group.rank() == 1 else ():
@@ -106,7 +104,6 @@ def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any])
                     blocks[0].compile(backend="eager")
             run(model, make(replace(case, text=case.text + 4), seed)[1])  # no length may be a constant of the code
         sharded, sharded_input_grads = run(model, inputs)
-    assert patch_of(model).is_checked
     sync_gradients(model, group=group)
     found = {
         "output": distance({"": sharded}, {"": out}),
@@ -119,10 +116,6 @@ def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any])
         assert torch.equal(again, out), "restore"
         assert all(torch.equal(x, grads[name]) for name, x in weights(model).items()), "restore"
     return found
-
-
-def patch_of(model: nn.Module) -> Any:
-    return vars(model)["_seqpar_diffusers"]
 
 
 def verify(case: Case, results: list[dict[str, float]]) -> None:
@@ -161,13 +154,7 @@ def test_models_compute_one_process_s_results(batch: Batch) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_model_computes_one_process_s_results(batch: Batch, world: int) -> None:
     models = [model for model in MODELS if available(model) and (world == 3 or model not in QUICK)]
-    check(
-        batch,
-        world,
-        [case for model in models for case in cases(model, world)],
-        restored=world == 3,
-        checked=world == 3,
-    )
+    check(batch, world, [case for model in models for case in cases(model, world)], restored=world == 3)
 
 
 @pytest.mark.slow
