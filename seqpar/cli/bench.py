@@ -37,7 +37,7 @@ from .plan import read_tokens
 from .tables import device_name, human_bytes, make_folder, number_table, pyplot_without_display, save_figure, write_csv
 
 _DEADLINE_S = 4 * 3600.0  # of the whole command
-_WIDTH = 160  # columns of the tables if stdout is not a terminal
+_WIDTH = 100  # columns of the tables if stdout is not a terminal
 _TIMEOUT = timedelta(seconds=300)  # of one collective, because another package may make a rank wait forever
 
 
@@ -228,12 +228,13 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> dict[st
 
 
 def table_of(result: CaseResult, run: str, width: int = _WIDTH) -> Table:
-    """The table of one case and of one of ``PASSES``, without the columns that do not fit into ``width``."""
+    """The table of one case and one of ``PASSES``, without empty columns and those that do not fit into ``width``."""
     case = result.case
     rounds = max((len(s.seconds[run]) for s in result.samples), default=0)
     rows = [row for row in rows_of(result) if row["run"] == run]
     columns = {heading: [text(row) for row in rows] for heading, text in _COLUMNS.items()}
-    for heading in _LEFT_OUT_FIRST:
+    columns = {heading: cells for heading, cells in columns.items() if {*cells} - {"", "0 B"}}
+    for heading in (x for x in _LEFT_OUT_FIRST if x in columns):
         cells = [[heading, *texts] for heading, texts in columns.items()]
         if 1 + sum(3 + max(len(line) for cell in column for line in cell.split("\n")) for column in cells) <= width:
             break

@@ -69,7 +69,10 @@ def plan(
     ] = None,
     state_bytes: Annotated[float, typer.Option(help="Bytes per weight: weight, gradient and optimizer.")] = STATE_BYTES,
     top: Annotated[int | None, typer.Option(help="Choices to print.", show_default="one of each strategy")] = None,
-    code: Annotated[bool, typer.Option("--code", help="Print the first choice as a training loop.")] = False,
+    code: Annotated[
+        bool, typer.Option("--code", help="Print the first row without tensor parallelism as a file that trains.")
+    ] = False,
+    row: Annotated[int | None, typer.Option(help="Print this row of the table as a file that trains.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all choices as JSON.")] = False,
     csv: Annotated[Path | None, typer.Option(help="CSV file to write all choices to.")] = None,
     charts: Annotated[Path | None, typer.Option(help="Folder to write PNG charts to.")] = None,
@@ -78,8 +81,9 @@ def plan(
     with bad_options():
         tokens = read_tokens(seq_len)
         check_int("gpus", gpus, 1)
-        if top is not None:
-            check_int("top", top, 1)
+        for name, value in (("top", top), ("row", row)):
+            if value is not None:
+                check_int(name, value, 1)
         if dp is not None and (dp < 1 or gpus % dp):
             raise ValueError(f"dp={dp}: expected a divisor of gpus={gpus}")
         if measure:
@@ -107,16 +111,19 @@ def plan(
         )
     if csv is not None:
         _write(lambda: write_csv(csv, [_row(choice) for choice in made.choices]), csv)
+    rows = made.choices[:top] if top else shown(made.choices)
     if charts is not None:
         with bad_options():
-            _write(lambda: draw_charts(made, charts), charts)
+            _write(lambda: draw_charts(made, rows, charts), charts)
     if as_json:
         typer.echo(json.dumps(made.as_dict(), indent=2))
-    elif code:
+    elif code or row:
         with bad_options():
-            typer.echo(made.code())
+            if row and row > len(rows):
+                raise ValueError(f"row={row}: expected at most {len(rows)}, the number of rows of the table")
+            typer.echo(made.code(rows[row - 1] if row else None), nl=False)
     else:
-        for line in table(made, mask or ("causal" if made.model.causal else "full"), top):
+        for line in table(made, mask or ("causal" if made.model.causal else "full"), rows):
             typer.echo(line)
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")
@@ -181,8 +188,8 @@ def _row(choice: Choice) -> dict[str, Any]:
     return row | {f"memory_{part}": n for part, n in memory.items()}
 
 
-def table(made: Plan, mask: str, top: int | None) -> list[str]:
-    """The lines of the table: the first ``top`` choices, or for None one of each strategy."""
+def table(made: Plan, mask: str, rows: Sequence[Choice]) -> list[str]:
+    """The lines of the table of some choices."""
     gpu = made.hardware
     lines = [
         f"{made.model.name}, {made.model.parameters / 1e9:.1f} billion weights of {made.state_bytes:g} bytes; "
@@ -192,7 +199,7 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
         _ROW.format("", "dp x ring", "step", "", "", "NVLink", "network", "mem.", ""),
         _ROW.format("strategy", "x uly x tp", "s", "tokens/s", "MFU", "GB", "GB", "GB", "fits"),
     ]
-    for choice in made.choices[:top] if top else shown(made.choices):
+    for i, choice in enumerate(rows, start=1):
         within, between = (choice.bytes_sent[x] + choice.parameter_bytes_sent[x] for x in (WITHIN, BETWEEN))
         steps = [f"{_digits(choice.low_s, most)}-{_digits(choice.high_s, most)}" for most in (1e5, 1e3)]
         cells = (
@@ -207,12 +214,12 @@ def table(made: Plan, mask: str, top: int | None) -> list[str]:
         )
         lines += [
             _ROW.format(_name(choice), *cells).rstrip(),
-            *textwrap.wrap(choice.reason, _WIDTH, initial_indent="  ", subsequent_indent="  "),
+            *textwrap.wrap(choice.reason, _WIDTH, initial_indent=f"{i:>2}. ", subsequent_indent="    "),
         ]
     lines += textwrap.wrap(
         f"step: the range, at least {_digits(made.choices[0].floor_s)} s. uly: ulysses. NVLink, network: GB that a GPU "
         f"sends in a step, weights included. mem.: of {_digits(gpu.memory_bytes / 1e9)} GB. fits: tokens of the "
-        "longest sequence. --code: the first row as code.",
+        "longest sequence. --row 1: the first row as a file that trains.",
         _WIDTH,
     )
     return lines
@@ -232,42 +239,44 @@ def shown(choices: Sequence[Choice]) -> list[Choice]:
     return [x for x in choices if x is first or any(x is y for y in wanted)]
 
 
-_MAX_BARS = 10
 _PARTS = ("states", "gathered", "activations", "working", "reserved")
 _COLORS = ("#1f5fa8", "#6aa5d9", "#e0903a", "#b04a3c", "#8a8a8a")
 
 
-def draw_charts(made: Plan, folder: Path) -> None:
-    """Draw the time of the first choices, by computing and waiting, and their memory by use."""
+def draw_charts(made: Plan, rows: Sequence[Choice], folder: Path) -> None:
+    """Draw the time of the rows of the table, by computing and waiting and with its range, and their memory by use."""
     make_folder(folder, "--charts")
-    choices = made.choices[:_MAX_BARS]
-    scales = [made.ranks * 1e6 / (c.tokens_per_s * c.seconds) for c in choices]  # to GPU seconds per million tokens
     seconds = {
-        "computes": [c.compute_s * scale for c, scale in zip(choices, scales, strict=True)],
-        "waits for communication": [(c.seconds - c.compute_s) * x for c, x in zip(choices, scales, strict=True)],
+        "computes": [x.compute_s for x in rows],
+        "waits for communication": [x.seconds - x.compute_s for x in rows],
     }
-    memory = {part: [getattr(c.memory, part) / 1e9 for c in choices] for part in _PARTS}
-    limit = made.hardware.memory_bytes / 1e9
-    _bars(made, folder / "seconds.png", "GPU seconds per million tokens", seconds)
-    _bars(made, folder / "memory.png", "GB of memory on one GPU", memory, limit)
+    memory = {part: [getattr(x.memory, part) / 1e9 for x in rows] for part in _PARTS}
+    axes = _bars(made, rows, "seconds of a step", seconds)
+    middle, below, above = zip(*((x.seconds, x.seconds - x.low_s, x.high_s - x.seconds) for x in rows), strict=True)
+    spread = [[max(0.0, x) for x in side] for side in (below, above)]
+    axes.errorbar(middle, range(len(rows)), xerr=spread, fmt="none", color="black", capsize=3, label="range")
+    _save(axes, folder / "seconds.png")
+    axes = _bars(made, rows, "GB of memory on one GPU", memory)
+    gpu = made.hardware.memory_bytes / 1e9
+    axes.axvline(gpu, color="black", linewidth=1, linestyle="--", label="memory of the GPU")
+    _save(axes, folder / "memory.png")
 
 
-def _bars(made: Plan, path: Path, unit: str, parts: dict[str, list[float]], limit: float | None = None) -> None:
-    """Draw one stacked bar for each choice, and a line at the memory of the GPU, ``limit``."""
-    names = [
-        f"{i}  {_name(c)}  " + " ".join(str(n) for n in c.degrees.values())
-        for i, c in enumerate(made.choices[:_MAX_BARS], start=1)
-    ]
-    figure, axes = pyplot_without_display().subplots(figsize=(9, 1.1 + 0.36 * len(names)), layout="constrained")
+def _bars(made: Plan, rows: Sequence[Choice], unit: str, parts: dict[str, list[float]]) -> Any:
+    """Axes with one stacked bar for each row."""
+    names = [f"{i}  {_name(x)}  " + "x".join(map(str, x.degrees.values())) for i, x in enumerate(rows, start=1)]
+    _, axes = pyplot_without_display().subplots(figsize=(9, 1.1 + 0.36 * len(names)), layout="constrained")
     start = [0.0] * len(names)
     for (part, values), color in zip(parts.items(), _COLORS, strict=False):
         axes.barh(names, values, left=start, label=part, color=color)
         start = [a + b for a, b in zip(start, values, strict=True)]
-    if limit is not None:
-        axes.axvline(limit, color="black", linewidth=1, linestyle="--", label="memory of the GPU")
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     title = f"{made.model.name}, {made.seq_len:,} tokens, {made.ranks:,} x {made.hardware.name}"
-    axes.set_title(f"{title}\nstrategy, and its dp, ring, ulysses and tp ranks; best first", fontsize=10)
-    figure.legend(loc="outside right upper", fontsize=8)
-    save_figure(figure, path)
+    axes.set_title(f"{title}\nthe rows of the table: strategy, dp x ring x ulysses x tp ranks", fontsize=10)
+    return axes
+
+
+def _save(axes: Any, path: Path) -> None:
+    axes.figure.legend(loc="outside right upper", fontsize=8)
+    save_figure(axes.figure, path)

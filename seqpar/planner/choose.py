@@ -91,12 +91,20 @@ class Plan:
         return f"{words} (pipeline parallelism and an optimizer on the CPU are not modelled)"
 
     def code(self, choice: Choice | None = None) -> str:
-        """A training loop for a choice, by default the recommended one, and the command that measures its attention.
+        """A file that trains with a choice, and the command that measures its attention.
+
+        The file has a small model and random tokens in place of yours, and runs as it is.
+
+        Args:
+            choice: one of ``choices``. By default the first one that ``seqpar.hf.parallelize`` can run, which is any
+                without tensor parallelism; if there is none, the recommended one.
 
         Raises:
-            ValueError: nothing fits, or ``choice`` needs a switch that the package lacks.
+            ValueError: nothing fits, ``choice`` needs a switch that the package lacks, or the model is of diffusers.
         """
-        return code(choice or self.best, self.model, self.hardware, self.seq_len, self.batch, self.kernel, self.mask)
+        if choice is None:
+            choice = next((x for x in self.choices if x.possible and x.degrees["tp"] == 1), self.best)
+        return code(choice, self.model, self.hardware, self.seq_len, self.batch, self.kernel, self.mask)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as numbers, strings, lists and dicts, for JSON."""

@@ -1,6 +1,12 @@
-"""A choice of the planner as code: a training loop, the config of a Trainer, and the command that measures it."""
+"""A choice of the planner as a file that trains: with ``parallelize`` or with tensor-parallel layers of the package.
+
+The file has a small model and random tokens of its own, so it runs as it is printed, on a CPU too.
+"""
 
 from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
 
 from ..masks.mask import Mask
 from .hardware import Hardware
@@ -9,15 +15,117 @@ from .setting import WEIGHTS
 from .shape import ModelShape
 from .step import Choice
 
+_WIDTH = 100  # columns
+_MOST_EDGES = 10  # of documents that are written one by one
 # The names of ``seqpar.attention``'s backends, where they differ from the names of kernels in ``hardware.json``.
 _BACKENDS = {"flash2": "flash_attn", "flash3": "flash_attn_3", "flash4": "flash_attn_4"}
 _CHECKPOINT = {"keep_attention": "attention", "full": "full"}
+
+_FILE = """\
+{head}
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+{imports}
+{what}
+vocab, layers, hidden, width, heads, kv_heads, head_dim = 512, 2, 64, 128, {heads}, {kv_heads}, 8
+batch, seq_len = {batch}, {seq_len}
+{documents}
+
+def batches(replica):  # the same on all ranks of a sequence; the labels are the tokens, not shifted
+    random = torch.Generator().manual_seed(replica)
+    while True:
+        tokens = torch.randint(vocab, (batch, seq_len), generator=random)
+{row}
+
+mesh = seqpar.init_mesh({sizes})
+torch.manual_seed(0)  # the same weights on all ranks
+{model}
+
+# {weights}
+policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+options = {{{options}}}
+for block in blocks:
+    fully_shard(block, **options)
+fully_shard(model, **options)
+optimizer = torch.optim.AdamW(model.parameters())
+
+accumulation = {parts}
+data = batches(mesh.get_local_rank("dp"))
+for step in range(3):
+    for part in range(accumulation):
+{once}        loss = loss_of({{name: x.to(mesh.device_type) for name, x in next(data).items()}})
+        (loss / accumulation).backward()
+{sync}    optimizer.step()
+    optimizer.zero_grad()
+    if torch.distributed.get_rank() == 0:
+        print(f"step {{step}}: {{loss.item():.4f}}")
+torch.distributed.destroy_process_group()
+{rest}"""
+
+_HUGGING_FACE = """\
+config = {kind}Config(
+    vocab_size=vocab, num_hidden_layers=layers, hidden_size=hidden, intermediate_size=width,
+    num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+    max_position_embeddings=seq_len, pad_token_id=None,
+)
+model = {model_class}(config).to(mesh.device_type)
+{parallelize}
+{checkpoint}blocks = max((x for x in model.modules() if isinstance(x, torch.nn.ModuleList)), key=len)
+
+
+def loss_of(row):
+    return model(**row).loss  # the model shards the row and shifts the labels
+"""
+
+_TENSOR_PARALLEL = """\
+{sharding}
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        rope = seqpar.RotaryEmbedding(head_dim)
+        self.norm1, self.norm2 = torch.nn.RMSNorm(hidden), torch.nn.RMSNorm(hidden)
+        self.attention = seqpar.ParallelAttention(
+            "tp_sp", hidden, heads, kv_heads, head_dim, mesh=mesh, rope=rope{attention}
+        )
+        self.mlp = seqpar.MegatronMLP(hidden, width, mesh=mesh)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x), {masked}sharding=sharding)
+        return x + self.mlp(self.norm2(x), sharding=sharding)
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = seqpar.VocabParallelEmbedding(vocab, hidden, mesh=mesh)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
+        self.head = seqpar.VocabParallelHead(hidden, vocab, mesh=mesh)
+
+    def forward(self, tokens, labels):
+        x = self.embedding(tokens, sharding)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, labels, sharding)  # the loss of each token
+
+
+model = Model().to(mesh.device_type)
+blocks = model.blocks
+{memory}shards = mesh["dp", "ring", "ulysses"]._flatten("shards")
+
+
+def loss_of(row):
+    labels = torch.nn.functional.pad(row["labels"][:, 1:], (0, 1), value=-100)  # the next tokens
+    tokens, labels = sharding.shard(row["input_ids"]), sharding.shard(labels)
+    return seqpar.token_loss(model(tokens, labels), labels, sharding=sharding)
+"""
 
 
 def code(
     choice: Choice, model: ModelShape, hardware: Hardware, seq_len: int, batch: int, kernel: str, mask: Mask
 ) -> str:
-    """A training loop for a choice. The arguments after it are the plan's.
+    """A file that trains with a choice. The arguments after it are the plan's.
 
     Raises:
         ValueError: the choice needs a switch that the package lacks, or it is for a model of diffusers.
@@ -28,135 +136,141 @@ def code(
         raise ValueError(f"the choice needs what the package lacks: {', '.join(choice.needs)}")
     dp, ring, ulysses, tensor = (choice.degrees[name] for name in ("dp", "ring", "ulysses", "tp"))
     ranks, per_host, parts = dp * ring * ulysses * tensor, hardware.gpus_per_host, choice.accumulation
-    layout, backend = choice.layout, _BACKENDS.get(kernel, kernel)
+    # "auto" takes the first kernel of the hardware, if it is installed.
+    backend = "" if kernel == hardware.kernel_name(None) else _BACKENDS.get(kernel, kernel)
+    packed = mask.starts[0] if mask.starts and len(mask.starts[0]) > 1 else ()
     memory = "" if model.mixer else _memory(choice.switches)
-    made_for = f'({seq_len}, "{layout}", mesh=mesh'
-    if layout == "balanced":
-        made_for = f".balanced(mask, {seq_len}, mesh=mesh"
-        made_for += f", ranks_per_host={per_host}" if tensor > 1 and ring * ulysses * tensor > per_host else ""
-        made_for += f", ulysses={ulysses * tensor}" if ulysses * tensor > 1 else ""
-    masked = "mask=mask, " if tensor > 1 and mask != Mask.causal() else ""
-    needs_mask = "# mask: the seqpar.Mask of a batch\n" if masked or layout == "balanced" else ""
-    sizes = ", ".join(f"{name}={size}" for name, size in choice.degrees.items() if size > 1) or "dp=1"
-    how = ", reshard_after_forward=False" if choice.weights in ("zero1", "zero2") else ""
-    how += ", mesh=shards" if tensor > 1 else ""
-    how += ", mesh=hosts" if choice.weights == "hsdp" else ""
-    hosts = f"""\
-shape = {ranks // per_host}, {per_host}
-hosts = torch.distributed.init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "shards"))
+    shared = {"comm": choice.comm, "backend": backend}
+    words = (
+        f"A step has {choice.tokens_per_step:,} tokens: {parts} x {batch} sequences of {seq_len:,} on each of {dp} dp "
+        f"ranks. Planned for the attention kernel {kernel}."
+    )
+    small = (
+        f"A small model and random tokens, to try this file; put your own here. {model.name} has {model.layers} layers "
+        f"of hidden size {model.hidden}, width {model.intermediate} and head_dim {model.head_dim}, and {model.vocab} "
+        "words."
+    )
+    if tensor > 1:
+        imports, rest = "\nimport seqpar\n", ""
+        made = _tensor_parallel(choice, mask, memory, shared, bool(packed))
+    else:
+        imports, made, rest = _hugging_face(choice, model, mask, memory, shared, bool(packed))
+    if choice.weights == "hsdp":
+        made += f"""\
+
+hosts = torch.distributed.init_device_mesh(
+    mesh.device_type, ({ranks // per_host}, {per_host}), mesh_dim_names=("copies", "shards")
+)
 """
+    options = ['"mp_policy": policy']
+    options += ['"reshard_after_forward": False'] if choice.weights in ("zero1", "zero2") else []
+    options += ['"mesh": hosts'] if choice.weights == "hsdp" else ['"mesh": shards'] if tensor > 1 else []
     once = """\
-    model.set_requires_gradient_sync(part == accumulation - 1)
-    model.set_reshard_after_backward(part == accumulation - 1)
+        model.set_requires_gradient_sync(part == accumulation - 1)
+        model.set_reshard_after_backward(part == accumulation - 1)
 """
-    if tensor > 1:  # a model of the package's tensor-parallel layers
-        imports, sync = "from torch import nn\n", "seqpar.sync_gradients(model, mesh=mesh)\n"
-        comm = f', "comm": "{choice.comm}"' if choice.comm else ""
-        shape = f"{model.heads}, {model.kv_heads}, {model.head_dim}"
-        made = f"""\
-sharding = seqpar.Sharding{made_for}, strategy="tp_sp")
-hidden, vocab = {model.hidden}, {model.vocab}
+    row = ['"input_ids": tokens', '"labels": labels']
+    if packed and tensor == 1:
+        row.append('"position_ids": positions')
+    lines = ["labels = tokens.clone()"]
+    if packed:
+        lines.append("labels[:, documents[:-1]] = -100  # no document predicts the next one")
+    if packed and tensor == 1:
+        lines.append("positions = torch.cat([torch.arange(b - a) for a, b in pairwise(documents)])")
+        lines.append("positions = positions.expand(batch, -1)  # by these the model tells documents apart")
+        imports = "\nfrom itertools import pairwise\n" + imports
+    lines.append(f"yield {{{', '.join(row)}}}")
+    return _FILE.format(
+        head="\n".join([_command(*_torchrun(ranks, per_host), "train.py"), _comment(words)]),
+        imports=imports,
+        what=_comment(small),
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        batch=batch,
+        seq_len=seq_len,
+        documents=_documents(packed, seq_len),
+        row=textwrap.indent("\n".join(lines) + "\n", " " * 8),
+        sizes=", ".join(f"{name}={size}" for name, size in choice.degrees.items() if size > 1) or "dp=1",
+        model=made.rstrip("\n"),
+        weights=WEIGHTS[choice.weights],
+        options=", ".join(options),
+        parts=parts,
+        once=once if choice.weights == "zero1" else "",
+        sync="    seqpar.sync_gradients(model, mesh=mesh)\n" if tensor > 1 else "",
+        rest=rest + _bench(choice, model, hardware, seq_len, batch, mask, backend),
+    )
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        rope = seqpar.RotaryEmbedding({model.head_dim})
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        options = {{"mesh": mesh, "rope": rope, "backend": "{backend}"{comm}}}
-        self.attention = seqpar.ParallelAttention("tp_sp", hidden, {shape}, **options)
-        self.mlp = seqpar.MegatronMLP(hidden, {model.intermediate}, mesh=mesh)
+def _hugging_face(
+    choice: Choice, model: ModelShape, mask: Mask, memory: str, shared: Mapping[str, str | None], packed: bool
+) -> tuple[str, str, str]:
+    """The imports, the model of transformers, and the same as a comment for the Trainer."""
+    options = {"strategy": choice.context, "layout": choice.layout, **shared}
+    words = [f'{name}="{value}"' for name, value in options.items() if value]
+    words += [f"memory={memory}"] if memory else []
+    size = [f"ulysses_size={choice.degrees['ulysses']}"] if choice.context == "hybrid" else []
+    ranks = choice.degrees["ring"] * choice.degrees["ulysses"]
+    config = _call("seqpar.hf.ParallelismConfig", [f"cp_size={ranks}", *words, *size], _WIDTH - 2)
+    rest = "\n# The same for the Trainer, TRL or accelerate, as parallelism_config=:\n" + textwrap.indent(config, "# ")
+    kind, model_class = ("Llama", "LlamaForCausalLM") if model.causal else ("EuroBert", "EuroBertForMaskedLM")
+    made = _HUGGING_FACE.format(
+        kind=kind,
+        model_class=model_class,
+        parallelize=_call("seqpar.hf.parallelize", ["model", "mesh=mesh", *words], _WIDTH),
+        # Memory changes layers with attention only.
+        checkpoint="model.activation_checkpointing_enable()\n"
+        if model.mixer and choice.switches.recompute == "full"
+        else "",
+    )
+    if not packed and mask != (Mask.causal() if model.causal else Mask.full()):
+        made = f"# Planned for {mask!r}. A model of transformers has the masks of its own layers.\n{made}"
+    imports = f"from transformers import {kind}Config, {model_class}\n\nimport seqpar\nimport seqpar.hf\n"
+    return imports, made, rest + "\n"
 
-    def forward(self, x, sharding):
-        x = x + self.attention(self.norm1(x), {masked}sharding=sharding)
-        return x + self.mlp(self.norm2(x), sharding=sharding)
+
+def _tensor_parallel(choice: Choice, mask: Mask, memory: str, shared: Mapping[str, str | None], packed: bool) -> str:
+    """The model of the package's tensor-parallel layers."""
+    balanced, masked = choice.layout == "balanced", mask != Mask.causal()
+    sharding = f'seqpar.Sharding(seq_len, "{choice.layout}", mesh=mesh, strategy="tp_sp")'
+    if balanced:
+        sharding = 'seqpar.Sharding.balanced(mask, seq_len, mesh=mesh, strategy="tp_sp")'
+    text = "seqpar.Mask.documents(documents)" if packed else repr(mask).replace("Mask.", "seqpar.Mask.")
+    return _TENSOR_PARALLEL.format(
+        sharding=(f"mask = {text}\n" if balanced or masked else "") + f"sharding = {sharding}",
+        attention="".join(f', {name}="{value}"' for name, value in shared.items() if value),
+        masked="mask=mask, " if masked else "",
+        memory=f"{memory}.apply(model, layers=blocks)\n" if memory else "",
+    )
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = seqpar.VocabParallelEmbedding(vocab, hidden, mesh=mesh)
-        self.blocks = nn.ModuleList(Block() for _ in range({model.layers}))
-        self.head = seqpar.VocabParallelHead(hidden, vocab, mesh=mesh)
-
-    def forward(self, tokens, labels):
-        x = self.embedding(tokens, sharding)
-        for block in self.blocks:
-            x = block(x, sharding)
-        return self.head(x, labels, sharding)  # the loss of each token
+def _documents(starts: tuple[int, ...], seq_len: int) -> str:
+    """The line with the boundaries of packed documents; many are replaced by as many of equal length."""
+    if not starts:
+        return ""
+    edges = [*(x for x in starts if x < seq_len), seq_len]
+    if len(edges) > _MOST_EDGES:
+        length = -(-seq_len // (len(edges) - 1))
+        return f"documents = [*range(0, seq_len, {length}), seq_len]  # their boundaries\n"
+    return f"documents = {edges}  # their boundaries\n"
 
 
-model = Model()
-shards = mesh["dp", "ring", "ulysses"]._flatten("shards")
-"""
-        made += f"{memory}.apply(model, layers=model.blocks)\n" if memory else ""
-        layers, config = "model.blocks", ""
-        loss = """\
-def loss_of(batch):  # the same on the ranks of a sequence
-    ids, labels = (sharding.shard(batch[name]) for name in ("input_ids", "labels"))
-    return seqpar.token_loss(model(ids, labels), labels, sharding=sharding)
-"""
-    else:  # a model of transformers
-        imports = sync = ""
-        comm = f', comm="{choice.comm}"' if choice.comm else ""
-        options = f'strategy="{choice.context}", layout="{layout}"{comm}, backend="{backend}"'
-        options += f", memory={memory}" if memory else ""
-        made = f"""\
-sharding = seqpar.Sharding{made_for})  # for tensors of your own
-# model: of transformers; batches: of dicts with input_ids and labels, the same on the ranks of a sequence
-seqpar.hf.parallelize(model, mesh=mesh, {options})
-"""
-        if model.mixer and choice.switches.recompute == "full":  # Memory changes layers with attention only
-            made += "model.gradient_checkpointing_enable()\n"
-        layers = "model.model.layers"
-        loss = """\
-def loss_of(batch):
-    return model(**batch).loss  # the model shards the batch
-"""
-        size = f", ulysses_size={ulysses}" if choice.context == "hybrid" else ""
-        config = f"""\
-
-# The same for the Trainer, TRL or accelerate:
-# seqpar.hf.ParallelismConfig(cp_size={ring * ulysses}, {options}{size})
-"""
-    start = f"seqpar bench --nproc {ring * ulysses}"
-    if ring * ulysses > per_host:
-        start = f"{_torchrun(ring * ulysses, per_host)} -m seqpar bench"
+def _bench(
+    choice: Choice, model: ModelShape, hardware: Hardware, seq_len: int, batch: int, mask: Mask, backend: str
+) -> str:
+    """The command that measures the attention of a choice, as a comment."""
+    ranks, tensor = choice.degrees["ring"] * choice.degrees["ulysses"], choice.degrees["tp"]
+    start = ["seqpar bench", f"--nproc {ranks}"]
+    if ranks > hardware.gpus_per_host:
+        start = [*_torchrun(ranks, hardware.gpus_per_host), "-m seqpar bench"]
     strategy = {"context_parallel": choice.comm, "local": "ring"}.get(choice.context, choice.context)
     heads, kv_heads = (max(1, n // tensor) for n in (model.heads, model.kv_heads))
-    head_dim = model.v_head_dim or model.head_dim
-    seen = {Mask.causal(): " --mask causal", Mask.full(): " --mask full"}.get(mask, "")
+    seen = {Mask.causal(): "--mask causal", Mask.full(): "--mask full"}.get(mask, "")
+    words = [*start, f"--strategy {strategy}", f"--layout {choice.layout}", f"--seq-len {seq_len}"]
+    words += [f"--batch {batch}", f"--heads {heads}", f"--kv-heads {kv_heads}"]
+    words += [f"--head-dim {model.v_head_dim or model.head_dim}", seen]
+    words += [f"--backend {backend}" if backend else "", "--no-peers"]
     measure = "Measure its attention" if seen else "Measure its attention, with the --mask that is most like yours"
-    return f"""\
-# {_torchrun(ranks, per_host)} train.py
-# A step has {choice.tokens_per_step:,} tokens: {parts} x {batch} sequences of {seq_len:,} on each of {dp} dp ranks.
-import torch
-{imports}from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-import seqpar
-
-mesh = seqpar.init_mesh({sizes})
-{needs_mask}{made}{hosts if choice.weights == "hsdp" else ""}# {WEIGHTS[choice.weights]}
-policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-for layer in {layers}:
-    fully_shard(layer, mp_policy=policy{how})
-fully_shard(model, mp_policy=policy{how})
-optimizer = torch.optim.AdamW(model.parameters())
-
-
-{loss}
-
-accumulation = {parts}
-for part in range(accumulation):
-{once if choice.weights == "zero1" else ""}    loss = loss_of(next(batches)) / accumulation
-    loss.backward()
-{sync}optimizer.step()
-optimizer.zero_grad()
-{config}
-# {measure}:
-# {start} --strategy {strategy} --layout {layout} --seq-len {seq_len} \\
-#     --batch {batch} --heads {heads} --kv-heads {kv_heads} --head-dim {head_dim}{seen} --no-peers
-"""
+    return f"\n# {measure}:\n{_command(*(word for word in words if word))}\n"
 
 
 def _memory(switches: Switches) -> str:
@@ -170,5 +284,26 @@ def _memory(switches: Switches) -> str:
     return f"seqpar.Memory({words})" if words else ""
 
 
-def _torchrun(ranks: int, per_host: int) -> str:
-    return f"torchrun --nnodes {-(-ranks // per_host)} --nproc-per-node {min(ranks, per_host)}"
+def _call(function: str, words: list[str], width: int) -> str:
+    """A call on one line, or with its arguments in lines of their own."""
+    line = f"{function}({', '.join(words)})"
+    return line if len(line) <= width else "\n".join([f"{function}(", *(f"    {word}," for word in words), ")"])
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="# ", subsequent_indent="# ", break_long_words=False)
+
+
+def _command(*words: str) -> str:
+    """A command as a comment, of lines of whole words that end with a backslash."""
+    text = " ".join(word.replace(" ", "\0") for word in words)
+    lines = textwrap.wrap(text, _WIDTH - 8, break_long_words=False, break_on_hyphens=False)
+    return " \\\n#     ".join(["# " + lines[0], *lines[1:]]).replace("\0", " ")
+
+
+def _torchrun(ranks: int, per_host: int) -> list[str]:
+    """The start of the command that each host runs."""
+    hosts = -(-ranks // per_host)
+    several = [f"--nnodes {hosts}", "--rdzv-backend c10d", "--rdzv-endpoint FIRST_HOST:29500"]
+    where = several if hosts > 1 else ["--standalone"]
+    return ["torchrun", *where, f"--nproc-per-node {min(ranks, per_host)}"]

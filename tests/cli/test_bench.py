@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
 from seqpar import Mask
-from seqpar.cli.bench import draw_charts, rows_of, table_of
+from seqpar.cli.bench import _WIDTH, draw_charts, report, rows_of, table_of
 from seqpar.cli.bench_cases import PRESETS, BenchCase, BenchConfig, BenchStrategy
 from seqpar.cli.bench_mixer import linear_attention
 from seqpar.cli.bench_run import BOTH, FORWARD, CaseMeasurement, CaseResult, Groups, Sample
@@ -182,7 +182,7 @@ def test_the_ideal_is_divided_by_the_devices() -> None:
 
 
 def test_the_table_has_the_best_ideal_first() -> None:
-    table = table_of(recorded(), BOTH)
+    table = table_of(recorded(), BOTH, 160)
     assert list(table.columns[0].cells) == ["SDPA, one process", "ring zigzag", "local cpu, one process"]
     assert list(table.columns[3].cells) == ["1.00", "0.75", "0.75"]
     assert list(table.columns[6].cells) == ["", "500.0 ms", ""]
@@ -202,6 +202,13 @@ def test_a_narrow_terminal_has_fewer_columns(width: int) -> None:
     headings = [str(column.header).replace("\n", " ") for column in table.columns]
     assert headings[:3] == ["", "seconds", "share of the ideal" if width < 160 else "range"]
     assert len(headings) == {60: 3, 80: 5, 100: 6, 160: 10}[width]
+    forward = table_of(result, FORWARD, width)
+    assert all({*column.cells} - {"", "0 B"} for column in forward.columns)
+
+
+def test_tables_in_a_file_have_100_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report([recorded()], {"device": "a machine"}, tmp_path, Console(width=_WIDTH), charts=False)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
 @pytest.mark.slow

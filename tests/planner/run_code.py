@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+import transformers  # noqa: F401 (the printed code imports it)
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from torch.nn.functional import cross_entropy
 
-import seqpar.hf  # (the printed code imports it)
+import seqpar.hf
 from seqpar.placement import balanced
-
-from .sizes import BATCH, DOCUMENTS, SIZES, TOKENS
-
-
-def transformer() -> Any:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES))
-
-
-def batch_of(is_shifted: bool, is_packed: bool) -> dict[str, torch.Tensor]:
-    """The same batch in every part of a step and on every rank. transformers shifts the labels itself."""
-    ids = torch.randint(0, 61, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:] if is_shifted else ids[:, :-1]}
-    if is_packed:
-        batch["position_ids"] = torch.cat([torch.arange(b - a) for a, b in pairwise(DOCUMENTS)])[None]
-    return batch
 
 
 def norm(parameters: Iterable[torch.nn.Parameter]) -> float:
@@ -47,19 +33,51 @@ class Recorded(torch.optim.AdamW):
         self.norms.append(norm(p for group in self.param_groups for p in group["params"]))
 
 
-def run_printed(texts: dict[str, str]) -> dict[str, tuple[float, float]]:
-    """Run each text on this rank: the loss of the step, and the norm of the gradients."""
+def run_printed(texts: dict[str, str]) -> dict[str, float]:
+    """Run each text on this rank as it is: the norm of the gradients of the first step."""
     found = {}
     for name, text in texts.items():
-        uses_hf = "seqpar.hf" in text
-        names: dict[str, Any] = {"batches": repeat(batch_of(not uses_hf, "packed" in name))}
-        if "packed" in name:
-            names["mask"] = seqpar.Mask.documents(DOCUMENTS)
-        if uses_hf:
-            names["model"] = transformer()
-        torch.manual_seed(0)
-        with mock.patch("torch.optim.AdamW", Recorded), mock.patch.object(balanced, "TILE", 4):
-            exec(compile(text, name, "exec"), names)
-        found[name] = float(names["loss"].detach()) * names["accumulation"], Recorded.norms.pop()
+        with (
+            mock.patch("torch.optim.AdamW", Recorded),
+            mock.patch.object(balanced, "TILE", 4),
+            mock.patch("torch.distributed.destroy_process_group"),  # the next text goes on in the same processes
+        ):
+            exec(compile(text, name, "exec"), {})
+        found[name] = Recorded.norms[0]
+        Recorded.norms.clear()
     torch.distributed.destroy_process_group()
     return found
+
+
+def run_on_one_device(texts: dict[str, str]) -> dict[str, float]:
+    """The same norms of the model and the rows of each text, on one rank, with a loss of this test's own."""
+    seqpar.init_mesh()
+    return {name: _norm_on_one_device(text) for name, text in texts.items()}
+
+
+def _norm_on_one_device(text: str) -> float:
+    sizes = re.findall(r"(\w+)=(\d+)", text.split("seqpar.init_mesh(")[1].split(")")[0])
+    replicas, parts = int(dict(sizes).get("dp", 1)), int(text.split("accumulation = ")[1].split("\n")[0])
+    end = "seqpar.hf.parallelize(" if "hf.parallelize(" in text else "shards = mesh"
+    alone = re.sub(r"seqpar.init_mesh\(.*?\)", "seqpar.init_mesh()", text.split(end)[0])
+    names: dict[str, Any] = {}
+    exec(compile(alone, "alone", "exec"), names)
+    model, documents = names["model"], names.get("documents", [0, names["seq_len"]])
+    for replica in range(replicas):
+        rows = names["batches"](replica)
+        for _ in range(parts):
+            tokens = next(rows)["input_ids"]
+            if "ForMaskedLM" in text:  # each label is the token's own
+                losses = cross_entropy(model(tokens).logits.transpose(1, 2), tokens, reduction="none")
+                (losses.mean() / (replicas * parts)).backward()
+                continue
+            labels = tokens.roll(-1, 1)
+            labels[:, [end - 1 for end in documents[1:]]] = -100
+            if "hf.parallelize(" in text:
+                positions = torch.cat([torch.arange(b - a) for a, b in pairwise(documents)])
+                logits = model(tokens, position_ids=positions[None], use_cache=False).logits
+                losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            else:
+                losses = model(tokens, labels)
+            (losses[labels != -100].mean() / (replicas * parts)).backward()
+    return norm(model.parameters())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
+import sys
 from dataclasses import replace
-from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +17,18 @@ from seqpar import Mask
 from seqpar.cli.launch import launch
 from seqpar.planner.code import code
 from seqpar.planner.memory import Switches
+from seqpar.planner.mixer import Mixer
 from seqpar.planner.step import Choice
 
-from .sizes import DOCUMENTS, SIZES, TOKENS
+from ..settings import H100
+from .sizes import DOCUMENTS, SHAPE, TOKENS
 
 RANKS = 4
 ONE_HOST = {"base": "h100", "attention": {"cpu": [1e12, 1e12]}, "gpus_per_host": RANKS}
 # By strategy, and the strategy beside tensor parallelism: how weights are sharded; what is recomputed, whether
 # activations are offloaded, the loss chunked, the MLP tiled, and in how many groups heads are computed.
 VARIANTS: dict[str, tuple[Any, ...]] = {
+    "local local": ("fsdp", "none"),
     "ulysses ulysses": ("hsdp", "none"),
     "ring ring": ("zero2", "keep_attention", True, True, True, 2),
     "context_parallel context_parallel": ("zero1", "full", True, True, True),
@@ -31,17 +37,18 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "tp_sp ulysses": ("fsdp", "full", True),
     "tp_sp ring": ("fsdp", "none"),
 }
+MIXER = Mixer("short convolution", 64, 3, 64, 64, 64)
 
 
 def small_plan(**options: Any) -> seqpar.Plan:
-    return seqpar.plan({"model_type": "qwen3", **SIZES}, TOKENS, RANKS, ONE_HOST, global_batch=2, **options)
+    return seqpar.plan(SHAPE, TOKENS, RANKS, ONE_HOST, global_batch=4, **options)
 
 
 def variants() -> dict[str, Choice]:
     """A choice of every strategy, and among them every way to recompute, to save memory and to shard weights."""
     found: dict[str, Choice] = {}
     for choice in small_plan(recompute="none").choices:
-        if choice.degrees["dp"] < RANKS and choice.possible:
+        if choice.possible and (choice.degrees["dp"] < RANKS or choice.context == "local"):
             found.setdefault(f"{choice.strategy} {choice.context}", choice)
     for name, (weights, *switches) in VARIANTS.items():
         found[name] = replace(found[name], switches=Switches(*switches), weights=weights)
@@ -55,8 +62,9 @@ def printed(plan: seqpar.Plan, choice: Choice) -> str:
 
 @pytest.mark.slow
 def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is printed, with the gradients of one device, whose loss compares each token with the one before it."""
     pytest.importorskip("transformers")
-    from .run_code import batch_of, norm, run_printed, transformer
+    from .run_code import run_on_one_device, run_printed
 
     monkeypatch.setattr("seqpar.planner.code.TILE_TOKENS", 8)
     plan = small_plan()
@@ -66,22 +74,55 @@ def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, layout in (("ring ring", "balanced"), ("tp_sp ring", "balanced"), ("tp_sp local", "contiguous")):
         choice: Any = replace(choices[name], layout=layout)
         texts[f"{name}, packed"] = printed(packed, choice)
-    for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model"):
+    full = choices["context_parallel context_parallel"]
+    texts["mixer"] = printed(replace(plan, model=replace(SHAPE, mixer=MIXER)), full)
+    not_causal = replace(plan, model=replace(SHAPE, causal=False), mask=Mask.full())
+    texts["masked"] = printed(not_causal, choices["ulysses ulysses"])
+    for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model", "activation_checkpointing_enable()"):
         assert any(words in text for text in texts.values()), words
     results = launch(run_printed, RANKS, texts, deadline_s=300)
-    alone, packed_alone = (results[0][name][1] for name in ("tp_sp local", "tp_sp local, packed"))
-    assert packed_alone != pytest.approx(alone, rel=0.01)  # the mask counts
-    for is_packed in (False, True):
-        model = transformer()
-        loss = model(**batch_of(False, is_packed), use_cache=False).loss  # with a cache, transformers ignores documents
-        loss.backward()
-        mine = [{name: x for name, x in result.items() if ("packed" in name) == is_packed} for result in results]
-        tensor_parallel = next(x for name, x in mine[0].items() if "tp_sp" in name)
-        expected = {True: (loss.item(), norm(model.parameters())), False: tensor_parallel}
-        for name, found in chain.from_iterable(x.items() for x in mine):
-            # Under tensor parallelism a rank's loss is its share: only the gradients are compared, with one another.
-            first = int("tp_sp" in name)
-            assert found[first:] == pytest.approx(expected["tp_sp" not in name][first:], rel=0.02), (name, mine[0])
+    (expected,) = launch(run_on_one_device, 1, texts, deadline_s=300)
+    for found in results:
+        assert found == pytest.approx(expected, rel=0.02)
+    assert expected["tp_sp local, packed"] != pytest.approx(expected["tp_sp local"], rel=0.01)  # the mask counts
+
+
+@pytest.mark.slow
+def test_torchrun_runs_a_printed_file(tmp_path: Path) -> None:
+    """By the command in its first lines."""
+    pytest.importorskip("transformers")
+    text = seqpar.plan(SHAPE, TOKENS, 2, {**ONE_HOST, "gpus_per_host": 2}, replicas=1).code()
+    (tmp_path / "train.py").write_text(text)
+    command = text.split("\nimport")[0].split("\n# A step")[0].replace("\\\n#", "").removeprefix("# torchrun ")
+    run = [sys.executable, "-m", "torch.distributed.run", *command.split()]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"(step [012]: \d\.\d{4}\n){3}", done.stdout)
+
+
+def test_what_is_printed() -> None:
+    """Lines of at most 100 columns; where hosts meet; a backend that was asked for; a row that transformers can run."""
+    plan = seqpar.plan(replace(SHAPE, layers=126), 1 << 15, 16, global_batch=16, recompute="none", offload=False)
+    texts = [printed(plan, choice) for choice in plan.choices if choice.possible]
+    assert {choice.context for choice in plan.choices if choice.possible} > {"ring", "ulysses", "hybrid"}
+    assert all("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" in text for text in texts)
+    assert not any("backend=" in text or "--backend " in text for text in texts)
+    tensor_parallel = next(choice for choice in plan.choices if choice.degrees["tp"] > 1)
+    first = replace(plan, choices=(tensor_parallel, *plan.choices))
+    assert "tp_sp" not in first.code() and "seqpar.hf.parallelize" in first.code() and "tp_sp" in first.code(first.best)
+    assert "tp_sp" in replace(plan, choices=(tensor_parallel,)).code()
+    texts += [replace(plan, kernel="flash2").code(), replace(plan, hardware=replace(H100, gpus_per_host=16)).code()]
+    assert 'backend="flash_attn"' in texts[-2] and "--backend flash_attn " in texts[-2]
+    assert "--nnodes" not in texts[-1] and "torchrun --standalone --nproc-per-node 16 train.py" in texts[-1]
+    for mask in (Mask.sliding_window(4095, 0), Mask.documents(range(0, (1 << 15) + 1, 1024))):
+        texts += [replace(plan, mask=mask).code(), replace(plan, mask=mask).code(tensor_parallel)]
+    window, window_tp, many, many_tp = texts[-4:]
+    assert "# Planned for Mask.sliding_window(4095" in window and "masks of its own layers" in window
+    assert "mask = seqpar.Mask.sliding_window(4095" in window_tp and "mask=mask" in window_tp
+    assert all("documents = [*range(0, seq_len, 1024), seq_len]" in text for text in (many, many_tp))
+    assert max(len(line) for text in texts for line in text.splitlines()) <= 100
+    for text in texts:
+        compile(text, "printed", "exec")
 
 
 def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -366,7 +366,7 @@ def test_plans(name: str) -> None:
     with pytest.raises(ValueError, match="recompute='none' or 'full' only, and no other switch"):
         seqpar.plan(name, 1 << 17, 32, head_groups=2)
     recomputed = next(x for x in seqpar.plan(name, 1 << 17, 32, recompute="full").choices)
-    assert "model.gradient_checkpointing_enable()" in plan.code(recomputed)
+    assert "model.activation_checkpointing_enable()" in plan.code(recomputed)
     assert "Memory(" not in plan.code(recomputed)
 
 

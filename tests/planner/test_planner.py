@@ -16,8 +16,8 @@ import pytest
 import seqpar
 from seqpar import Mask
 from seqpar.cli.launch import CommandError
+from seqpar.cli.plan import draw_charts, read_batch, read_tokens, shown, table
 from seqpar.cli.plan import plan as plan_command
-from seqpar.cli.plan import read_batch, read_tokens, shown, table
 from seqpar.placement.balanced import balanced_layout
 from seqpar.placement.layout import Assigned
 from seqpar.planner.choose import is_equal
@@ -81,7 +81,7 @@ def test_the_longest_sequence_is_the_same_in_rows_and_error() -> None:
     plan = seqpar.plan("llama3-8b", 100 << 20, 8)
     assert max(x.longest_seq_len for x in plan.choices) == plan.longest_seq_len == 4 << 20
     assert "4,194,304 tokens (4M) fit with dp 1, ring 8, ulysses 1, tp 1; recompute all, offload" in plan.shortage
-    assert plan.shortage.count("4M") == 1 and table(plan, "causal", 1)[4].split()[-1] == "4M"
+    assert plan.shortage.count("4M") == 1 and table(plan, "causal", plan.choices[:1])[4].split()[-1] == "4M"
 
 
 def test_offloading_is_recommended_where_nothing_else_fits() -> None:
@@ -300,6 +300,9 @@ def test_tokens_in_words() -> None:
         ({"gpus": 0}, "gpus=0: expected at least 1"),
         ({"dp": 3}, "dp=3: expected a divisor of gpus=2"),
         ({"top": 0}, "top=0: expected at least 1"),
+        ({"row": 0}, "row=0: expected at least 1"),
+        ({"row": 3, "top": 2}, "row=3: expected at most 2, the number of rows"),
+        ({"model": "lama3-8b"}, r"did you mean 'llama3-8b'.* config\.json"),
         ({"global_batch": "12K"}, "expected a multiple of seq-len=8192"),
         ({"global_batch": "x"}, "expected a number of sequences"),
         ({"state_bytes": -1.0}, "state_bytes=-1.0: expected the bytes"),
@@ -320,6 +323,27 @@ def test_the_sample_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     assert command == "seqpar plan --model llama3-8b --seq-len 1M --gpus 64 --hardware h100"
     plan_command("llama3-8b", "1M", 64)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == lines
+
+
+def test_charts_and_files_are_of_the_rows_of_the_table(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned("llama3-8b", 1 << 16, 2)
+    rows = shown(plan.choices)
+    drawn: list[Any] = []
+    monkeypatch.setattr("seqpar.cli.plan._save", lambda axes, path: drawn.append(axes))
+    draw_charts(plan, rows, tmp_path)
+    for axes in drawn:
+        assert [x.get_text().split()[0] for x in axes.get_yticklabels()] == [str(i + 1) for i in range(len(rows))]
+    (lines,) = (x for x in drawn[0].collections if len(x.get_segments()) == len(rows))
+    for i, (row, segment) in enumerate(zip(rows, lines.get_segments(), strict=True)):
+        assert list(segment[:, 0]) == pytest.approx([row.low_s, row.high_s])
+        bars = [bar for bar in drawn[0].patches if round(bar.get_y() + 0.4) == i]
+        assert sum(bar.get_width() for bar in bars) == pytest.approx(row.seconds)
+    plan_command("llama3-8b", "64K", 2, row=2)
+    assert capsys.readouterr().out == plan.code(rows[1])
+    plan_command("llama3-8b", "64K", 2, code=True)
+    assert capsys.readouterr().out == plan.code()
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
