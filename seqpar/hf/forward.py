@@ -5,12 +5,15 @@ The hooks of the forward store a ``Forward``, which the other hooks read.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
+from functools import cache
 from types import MethodType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..base.checks import no_compile
 from ..layers.gradients import refuse_shards
+from ..masks.rules import Documents
 from ..memory.zero import is_hook_of_zero_3
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
@@ -35,6 +39,7 @@ from .support import (
     recomputes,
 )
 
+_log = logging.getLogger("seqpar")
 _ROPE_TYPES = ("dynamic", "longrope")
 # Arguments of attention functions, which a model passes on from a call to its layers.
 _OF_LAYERS = ("is_causal", "sliding_window", "softcap", "s_aux", "scaling", "dropout", "position_bias")
@@ -127,6 +132,8 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
             "the row is one document, or the boundaries of its documents as cu_seq_lens"
         )
     patch.place(shard)
+    if patch.has_mixers and any(isinstance(rule, Documents) for rule in shard.mask.rules):
+        _say_documents_are_apart(type(model).__name__)
     if labels is not None:
         keep = kwargs.get("logits_to_keep", 0)
         if isinstance(keep, Tensor) or keep:
@@ -146,6 +153,17 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
     # Models use a cache by default. In training the cache would hold the keys of all layers, and nothing reads it.
     if ("use_cache" in parameters or patch.has_mixers) and cache_of(kwargs) is None:
         kwargs["use_cache"] = False
+
+
+@cache
+def _say_documents_are_apart(name: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _log.warning(
+            "%s: packed documents are kept apart in its convolutions, linear attention and state-space layers. Without "
+            "seqpar, transformers lets them see one another there (except in kernels that get cu_seq_lens_q or "
+            "seq_idx), and a run of that kind has another loss",
+            name,
+        )
 
 
 def _check_arguments(model: nn.Module, kwargs: dict[str, Any], parameters: list[str]) -> None:

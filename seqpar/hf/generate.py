@@ -47,8 +47,8 @@ def shard_generation(
         )
     if recomputes(model):
         raise ValueError(
-            "use_cache: with gradient checkpointing in train mode transformers fills no cache; call model.eval() or "
-            "model.gradient_checkpointing_disable() before you generate"
+            "use_cache: with activation checkpointing in train mode transformers fills no cache; call model.eval() or "
+            "model.activation_checkpointing_disable() before you generate"
         )
     config = cast(Any, model.config).get_text_config()
     if cache is None:

@@ -358,7 +358,7 @@ def _before(patch: Patch) -> Callable[..., None]:
             raise ValueError(
                 f"layer={type(module).__name__}: it runs outside of a forward of the parallelized model, and does not "
                 "get the argument seqpar, so that it is not known which tokens this rank holds; call the whole model, "
-                "and recompute activations by model.gradient_checkpointing_enable() only"
+                "and recompute activations by model.activation_checkpointing_enable() only"
             )
         _running.set((*running, shard))
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)

@@ -180,10 +180,10 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     for root, trial in trials.items():
         root._seqpar_loss = trial.loss
         patch.undo.callback(delattr, root, "_seqpar_loss")
-        _register_hooks(root, patch)
         for module in (m for m in root.modules() if hasattr(m, "layerdrop")):
             patch.undo.callback(module.register_forward_pre_hook(check_layerdrop).remove)
         replace_mixers(root, trial.mixers, patch)
+        _register_hooks(root, patch)
         verify_while_training(root, patch)
     if settings.memory is not None:
         patch.undo.callback(restore_memory, model)
@@ -285,7 +285,8 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             replace_router_loss(module, patch.undo)
     if pools_last_token(root):
         after(root.score, forward.after_score)
-    if patch.settings.batches == "per_rank" and patch.ranks > 1:
+    # One rank generates alone if its states are of kinds that a sharded prompt does not keep.
+    if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.has_mixers or patch.has_indexers:
         # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
         vars(root)["_call_impl"] = MethodType(call, root)
         patch.undo.callback(vars(root).pop, "_call_impl", None)

@@ -44,18 +44,25 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the model on the batches of all ranks, and return the output of this rank's batch.
 
     All ranks of the sequence call the model with their own batches. ``batch`` and ``seq`` may differ between the ranks.
-    A call that reads or fills a cache runs on this rank alone, with this rank's prompts.
+    A call that reads or fills a cache runs on this rank alone, with this rank's prompts. On one rank, all other calls
+    are as with ``batches="shared"``.
     """
     patch: Patch = model._seqpar
     original_call = type(model)._call_impl
-    if patch.settings.batches == "shared":  # in ``verify``
+    if patch.settings.batches == "shared" and patch.ranks > 1:  # in ``verify``
         return original_call(model, *args, **kwargs)
     kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
-    if generates(kwargs):
+    if generates(kwargs) and kwargs.get("labels") is None:
+        if (patch.settings.softmax_scale, patch.settings.alibi_slopes) != (None, None):
+            raise ValueError(
+                "softmax_scale, alibi_slopes: this model generates with its own attention, which has neither; leave "
+                "them out, or pass use_cache=False"
+            )
         with on_this_rank(patch):
             return original_call(model, **kwargs)
     group = patch.group
-    assert group is not None  # ``parallelize`` does not wrap the calls of a model on one rank
+    if group is None or patch.ranks == 1:
+        return original_call(model, **kwargs)
     recomputes = torch.is_grad_enabled()
     outputs, full_calls = [], []
     for rank, (batch, seed) in enumerate(_all_gather_batches(model, kwargs, group)):

@@ -213,6 +213,13 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             f"per token ({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models "
             "without a head"
         )
+    if trial.scaler is not None:
+        name, class_name = trial.scaler
+        yield (
+            f"layer {name!r} ({class_name}) scales all tokens in its input together, as float8 training with one scale "
+            "per tensor does, and a rank has only some of the tokens; use one scale per row (in torchao "
+            "Float8LinearConfig.from_recipe_name('rowwise'))"
+        )
     if trial.mixer is not None:
         name, class_name = trial.mixer
         yield (

@@ -83,6 +83,8 @@ class Trial:
         # module that returns one vector per sequence.
         self.mixer: tuple[str, str] | None = None
         self.pooler: tuple[str, str] | None = None
+        # The innermost linear layer with a forward of its own that scales a token by the values of the others.
+        self.scaler: tuple[str, str] | None = None
         # The innermost module whose output for a token depends on the index of the token in the input.
         self.counter: tuple[str, str] | None = None
         self.measures = False  # whether the outputs of tokens depend on the number of tokens after them
@@ -110,6 +112,8 @@ class Trial:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
+        if self.records and self.scaler is None and _scales_together(module, args, output):
+            self.scaler = self._names.get(module, ""), type(module).__name__
         # The last one is the outermost module that returns the tensor alone, or the innermost that returns it at all.
         at = len(self._pooled) if isinstance(output, Tensor) else 0
         self._pooled[at:at] = [(x, module) for x in tensors_of(output) if x.dim() == 2 and len(x) == self.rows]
@@ -186,6 +190,23 @@ class Trial:
                 self.mixer = name
             if self.counter is None and any(map(_depends_on_index, tensors)):
                 self.counter = name
+
+
+def _scales_together(linear: nn.Module, args: Any, output: Any) -> bool:
+    """Whether ``linear`` is a linear layer with a forward of its own in which large values of one token change another.
+
+    Scales of a whole tensor do so.
+    """
+    if not isinstance(linear, nn.Linear) or type(linear).forward is nn.Linear.forward:
+        return False
+    if len(args) != 1 or not isinstance(output, Tensor):
+        return False
+    x = args[0].flatten(0, -2)[:2]  # [tokens, channels]
+    if len(x) < 2 or output.shape[:-1] != args[0].shape[:-1]:
+        return False
+    large = torch.cat([x[:1], 1e3 * x[1:] + 1e3])
+    ours, theirs = linear.forward(x)[0], linear.forward(large)[0]
+    return float((ours - theirs).abs().max()) > _tolerance(ours)
 
 
 def attend_to_own_token(

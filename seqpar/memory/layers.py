@@ -50,7 +50,7 @@ def checkpoint_layer(module: nn.Module, attention: bool, offload: bool, chain: C
         if self.training and getattr(self, "gradient_checkpointing", False):
             raise ValueError(
                 f"memory: {type(self).__name__} has gradient checkpointing switched on, and would be recomputed twice; "
-                "call model.gradient_checkpointing_disable(), or leave checkpoint out of Memory"
+                "call model.activation_checkpointing_disable(), or leave checkpoint out of Memory"
             )
         for name in CACHE_ARGUMENTS:
             if kwargs.get(name) is not None:

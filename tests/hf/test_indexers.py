@@ -332,6 +332,12 @@ def errors_of(group: ProcessGroup) -> dict[str, str]:
     return found
 
 
+def test_generation_on_one_rank() -> None:
+    ours, reference = seqpar.hf.parallelize(model_of(DEEPSEEK).eval()), model_of(DEEPSEEK).eval()
+    ids = make_batch("plain", True, reference)["input_ids"]
+    assert torch.equal(*(m.generate(ids, max_new_tokens=4, do_sample=False) for m in (ours, reference)))
+
+
 def test_refused(pool: Pool) -> None:
     found = pool.run(2, errors_of)[0]
     reasons = {

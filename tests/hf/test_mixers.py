@@ -117,7 +117,7 @@ def errors(
     for case, (expected_loss, expected, _) in cases:
         model = tiny(case.family)
         if case.how == "checkpoint":
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         seqpar.hf.parallelize(model, **ranks, strategy=case.strategy, layout=case.layout)
         with ExitStack() as stack:
             if case.how == "states":
@@ -220,6 +220,21 @@ def verify_and_generate(group: ProcessGroup, case: Case) -> tuple[bool, str, boo
 def test_verify_generate_and_restore(pool: Pool, model: str) -> None:
     for ok, error, same in pool.run(2, verify_and_generate, Case(model, "packed")):
         assert ok and same and "cache: " in error
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "jamba"])
+def test_on_one_rank(model: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It generates as without seqpar. The log says that one process without seqpar has another loss."""
+    family = Case(model, "packed").family
+    ours, reference = seqpar.hf.parallelize(tiny(family).eval()), tiny(family).eval()
+    ids = make_batch("plain", True, reference)["input_ids"]
+    tokens = [m.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (ours, reference)]
+    assert torch.equal(*tokens)
+    said = "packed documents are kept apart in its convolutions"
+    for batch in ("plain", "packed", "packed"):
+        assert said not in caplog.text or batch == "packed"
+        ours(**make_batch(batch, True, reference))
+    assert caplog.text.count(said) == 1
 
 
 @on_ranks

@@ -127,6 +127,38 @@ def adapted(method: str, before: bool = True) -> Any:
     return parallel(peft.get_peft_model(model, config)) if before else peft.get_peft_model(parallel(model), config)
 
 
+class Float8Linear(nn.Linear):
+    """As torchao's: it rounds input and weight to float8 after dividing them by one scale, or by one for each row."""
+
+    rows = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        def rounded(x: Tensor) -> Tensor:
+            largest = x.abs().amax(-1, keepdim=True) if self.rows else x.abs().max()
+            scale = largest.clamp(min=1e-12) / torch.finfo(torch.float8_e4m3fn).max
+            return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+        return F.linear(rounded(input), rounded(self.weight), self.bias)
+
+
+def in_float8(recipe: str) -> Any:
+    model = tiny("llama")
+    for layer in model.model.layers:
+        for module in layer.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = Float8Linear
+                vars(module)["rows"] = recipe == "rowwise"
+    return model
+
+
+def test_float8_with_a_scale_per_row() -> None:
+    """As a linear layer of any kind that computes each token by itself."""
+    ids = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        ours, theirs = (m(input_ids=ids).logits for m in (parallel(in_float8("rowwise")), in_float8("rowwise")))
+    torch.testing.assert_close(ours, theirs)
+
+
 def generated(model: Any, padded: bool = False, **options: Any) -> None:
     ids, mask = make_batch("plain")["input_ids"][:, :9], torch.ones(2, 9, dtype=torch.int64)
     mask[0, :3] = int(not padded)
@@ -323,7 +355,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "labels of others": (call_without_items, "they were not sharded by"),
     "generate in train mode": (
-        lambda: generated(checkpointed()), r"call model.eval\(\) or model.gradient_checkpointing_d"
+        lambda: generated(checkpointed()), r"call model.eval\(\) or model.activation_checkpointing_d"
     ),
     "static cache": (
         lambda: generated(tiny("llama").eval(), cache_implementation="static"),
@@ -340,6 +372,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "the decoder, padded": (lambda: decoder_alone(True), r"it has padding, but the forward ran without the hooks"),
     "another attention": (
         other_implementation, r"'sdpa': it was set after parallelize, .* call seqpar.hf.restore\(model\)"
+    ),
+    "one scale per tensor": (
+        lambda: parallel(in_float8("tensorwise")),
+        r"q_proj' \(Float8Linear\) scales all tokens .*recipe_name\('rowwise'\)",
     ),
     "own function": (
         lambda: with_functions("mine", scaled_attention, eager_mask), r"attn_implementation 'mine' is scaled_attention"
