@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..base.checks import no_compile
@@ -196,7 +197,7 @@ def _inside(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
     if plan is not None:
         names = (*plan.attention, *plan.cuts, plan.output)
         fitting = (m for m in model.modules() if all(name == "" or matching(m, name) for name in names))
-        return [next(fitting, model)]
+        return [modules_of(next(fitting, model))[""]]  # inside of wrappers that add nothing to names
     models = [*dict.fromkeys(models_in(model))]
     return [x for x in models if has_plan(x)] or models or [model]
 
@@ -340,6 +341,13 @@ class Patch:
 
     def _check(self, model: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Exception | None:
         """Raise an error if a module mixes tokens outside of attention. Returns an error that ended the check."""
+        if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()) or any(
+            hasattr(p, "_fsdp_flattened") for p in model.parameters()
+        ):
+            raise ValueError(
+                "plan: inside of FullyShardedDataParallel it cannot be checked whether modules mix tokens outside of "
+                "attention; shard the weights with fully_shard instead"
+            )
         trial = Trial(self.plan, model, self.owns)
 
         def run(number: int | None) -> None:

@@ -55,6 +55,9 @@ def test_a_changed_forward_needs_a_plan() -> None:
     expected = call(model, inputs)
     assert_close(call(parallelize(model, plan=own), inputs), expected)
     restore(model)
+    wrapped = torch.compile(model, backend="eager")
+    assert torch.allclose(call(parallelize(wrapped, plan=own), inputs), expected)
+    restore(wrapped)
     model.__class__ = diffusers.WanTransformer3DModel
     model.forward = partial(model.forward)  # the same
     restore(parallelize(model))
