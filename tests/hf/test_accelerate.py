@@ -513,10 +513,15 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "batch_rebalance": {"train_sampling_strategy": "batch_rebalance", "_lengths": True},
     "group_by_length": {"train_sampling_strategy": "group_by_length", "_lengths": True, "_evaluate": True},
-    "sequential": {"train_sampling_strategy": "sequential"},
+    "sequential": {
+        "train_sampling_strategy": "sequential", "max_grad_norm": 0.1, "optim": "sgd",
+        "ddp_find_unused_parameters": True,
+        "accelerator_config": {"even_batches": False, "use_seedable_sampler": False},
+    },
     "prediction_loss_only": {"prediction_loss_only": True, "_metrics": True},
-    "eval_accumulation_steps": {"eval_accumulation_steps": 1, "_metrics": True, "_full": True},
-    "include_for_metrics": {"include_for_metrics": ["inputs", "loss"], "_metrics": True, "_full": True},
+    "include_for_metrics": {
+        "include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1, "_metrics": True, "_full": True
+    },
     "eval_do_concat_batches": {"eval_do_concat_batches": False, "_metrics": True, "_full": True},
     "eval_use_gather_object": {"eval_use_gather_object": True, "_metrics": True, "_full": True},
     "batch_eval_metrics": {"batch_eval_metrics": True, "_metrics": True, "_full": True},
@@ -527,16 +532,15 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "bf16_full_eval": {"bf16_full_eval": True, "_evaluate": True},
     "epochs": {"max_steps": -1, "num_train_epochs": 2, "_rows": 9},
     "dataloader_drop_last": {"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 2, "_rows": 9},
-    "even_batches": {"accelerator_config": {"even_batches": False, "use_seedable_sampler": False}},
     "split_batches": {"accelerator_config": {"split_batches": True, "non_blocking": True}},
-    "max_grad_norm": {"max_grad_norm": 0.1, "optim": "sgd"},
-    "activation_checkpointing": {"activation_checkpointing": True, "use_cache": True},
-    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "non_padding", "_lengths": True},
+    "include_num_input_tokens_seen": {
+        "include_num_input_tokens_seen": "non_padding", "activation_checkpointing": True, "use_cache": True,
+        "_lengths": True,
+    },
     "load_best_model_at_end": {
         "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "eval_on_start": True, "_evaluate": True,
         **{f"{what}_{of}": value for of, value in (("strategy", "steps"), ("steps", 1)) for what in ("eval", "save")},
     },
-    "ddp_find_unused_parameters": {"ddp_find_unused_parameters": True, "gradient_accumulation_steps": 1},
     "ddp_static_graph": {"ddp_static_graph": True, "gradient_accumulation_steps": 1, "full_determinism": True},
     "workers": {
         "dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork",
