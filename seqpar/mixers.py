@@ -18,6 +18,7 @@ d and e elements of a head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from .base.cache import cached_tensors, upload
 from .base.checks import check_dense, check_int, no_compile
-from .comm.p2p import Link, links_of
+from .comm.p2p import Link, call, links_of
 from .comm.waiting import operation
 from .kernels.base import accumulator
 from .masks.mask import Mask, check_rows
@@ -301,6 +302,11 @@ class Exchange:
     def computes(self) -> int:
         return int(bool(self.full.heads.queries))
 
+    def call(self, name: str, tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """In the block, the ranks exchange messages of ``tensors [b, any, any, d]``."""
+        link = self.exchange.link
+        return call(link and link.ranks, name, *(y.shape[0] * y.shape[3] * y.element_size() for y in tensors))
+
     def to_heads(self, chunk: HeadChunk, xs: Sequence[Tensor], kvs: Sequence[Tensor]) -> list[Tensor]:
         """``[b, s, h, d]`` of all heads to ``[b, t, h, d]`` of the heads in ``chunk``."""
         bits = _as_bits([*xs, *kvs])
@@ -345,7 +351,8 @@ class ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Exchange, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.count = heads, count
-        shards = heads.to_heads(heads.chunk, tensors[:count], tensors[count:])
+        with heads.call("to heads", tensors):
+            shards = heads.to_heads(heads.chunk, tensors[:count], tensors[count:])
         if (index := heads.repeated(shards[0].device)) is not None:
             shards[count:] = [y.index_select(2, index) for y in shards[count:]]
         return tuple(shards)
@@ -358,26 +365,25 @@ class ToHeads(torch.autograd.Function):
             count = len(heads.chunk.heads.kv)
             sums = [y.new_zeros(*y.shape[:2], count, y.shape[3], dtype=accumulator(y.dtype)) for y in kv]
             kv = [total.index_add_(2, index, y.to(total.dtype)) for total, y in zip(sums, kv, strict=True)]
-        of_kv = heads.to_sequence(kv, of_kv=True) if kv else []
-        return (
-            None,
-            None,
-            *heads.to_sequence(x),
-            *(y.to(g.dtype) for y, g in zip(of_kv, grads[ctx.count :], strict=True)),
-        )
+        with heads.call("gradients to sequence", grads):
+            of_kv = heads.to_sequence(kv, of_kv=True) if kv else []
+            of_x = heads.to_sequence(x)
+        return None, None, *of_x, *(y.to(g.dtype) for y, g in zip(of_kv, grads[ctx.count :], strict=True))
 
 
 class ToSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Exchange, *shards: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.count = heads, shards[0].shape[2]
-        return tuple(heads.to_sequence(shards))
+        with heads.call("to sequence", shards):
+            return tuple(heads.to_sequence(shards))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         heads = ctx.heads
-        shards = heads.to_heads(heads.full, grads, ())
+        with heads.call("gradients to heads", grads):
+            shards = heads.to_heads(heads.full, grads, ())
         if not heads.computes:
             shards = [y.new_zeros(*y.shape[:2], ctx.count, y.shape[3]) for y in shards]
         return None, *shards

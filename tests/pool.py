@@ -297,9 +297,8 @@ def limit_waits(timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-    for transport in _transports.cache().values():
-        if transport is not None:
-            transport._timeout = timeout
+    for transport in _transports:
+        transport._timeout = timeout
 
 
 @contextlib.contextmanager

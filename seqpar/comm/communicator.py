@@ -18,22 +18,26 @@ They are then entered in torch's tables, like all other groups. So torch's error
 waiting for messages that other ranks may never send. As with ``new_group(use_local_synchronization=True)``, ranks that
 have made different numbers of groups cannot make another group whose name depends on this number.
 
-There is one communicator for a set of ranks, however many meshes and groups with these ranks are made and destroyed.
+A communicator belongs to the group that the caller passed. It is ended together with this group, and after an error
+in the middle of a call (``ranks/calls.py``).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import uuid
-from collections.abc import MutableMapping
+from contextlib import ExitStack, suppress
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
+from ..ranks.calls import MESSAGES_FAILED, Close, all_calls, calls_of
 from ..ranks.mesh import Ranks, global_ranks, parent_group, rank_in, size_of
 from ..ranks.rendezvous import group_timeout, store_all_gather
 from ..schedule.rounds import p2p_rounds
@@ -43,28 +47,11 @@ from .waiting import start_messages
 # NCCL ends the process when one of its operations takes longer than the timeout. The timeout of handshakes is longer by
 # this margin, so that the error that names the missing ranks is raised first.
 _HANDSHAKE_MARGIN = timedelta(seconds=60)
+# Larger than the tags of messages.
+_UNUSED_TAG = (1 << 31) - 1
 # In communicators of more ranks, a pair is connected by its first message: each takes memory of the GPU, whether it is
 # used or not.
 _MOST_CONNECTED = 256
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
-
-
-class PerWorld(Generic[Key, Value]):
-    """Values by key, until the default group ends."""
-
-    def __init__(self) -> None:
-        self._caches: MutableMapping[ProcessGroup, dict[Key, Value]] = WeakKeyDictionary()
-
-    def cache(self) -> dict[Key, Value]:
-        """The values of the current default group. The caller may add more."""
-        world = dist.group.WORLD
-        assert world is not None
-        if world not in self._caches:
-            self._caches.clear()  # torch's own modules may hold a default group that was destroyed
-            self._caches[world] = {}
-        return self._caches[world]
 
 
 def communicator(
@@ -83,15 +70,20 @@ def communicator(
     Raises:
         RuntimeError: in the first call, some ranks did not arrive; the message names them.
     """
-    communicators, key = _communicators.cache(), (purpose, device.type, global_ranks(ranks))
-    if key not in communicators:
-        communicators[key] = _make(ranks, device, purpose, patience)
-    return communicators[key]
+    parent = parent_group(ranks)
+
+    def make() -> tuple[ProcessGroup, Close]:
+        made = _make(ranks, device, purpose, patience)
+        return made, (lambda _: None) if made is parent else partial(_end, made)
+
+    found: ProcessGroup = calls_of(parent).connect((purpose, device.type, global_ranks(ranks)), make)
+    return found
 
 
 def existing_communicators() -> list[ProcessGroup]:
     """The communicators that this process has made since the default group started."""
-    return list(_communicators.cache().values()) if dist.group.WORLD is not None else []
+    connections = [connection for calls in all_calls() for connection in calls.connections.values()]
+    return [x for x in connections if isinstance(x, ProcessGroup) and dist.group.WORLD is not None]
 
 
 def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timedelta | None) -> ProcessGroup:
@@ -105,7 +97,11 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
             "seqpar.init_mesh, or use nccl or gloo"
         )
     timeout, what = group_timeout(parent), f"the first exchange of {purpose} on {device.type}"
-    nonce = store_all_gather(what, global_ranks(ranks), uuid.uuid4().hex, patience or timeout)[0]
+    entry = [uuid.uuid4().hex, _may_open(2 * size)]
+    where = what, global_ranks(ranks), json.dumps(entry), patience or timeout, parent.group_name
+    (nonce, _), *_ = entries = [json.loads(text) for text in store_all_gather(*where)]
+    if short := [rank for rank, (_, enough) in zip(where[1], entries, strict=True) if not enough]:
+        raise RuntimeError(f"{what}: rank(s) {short} of the job may open too few files; raise their limit (ulimit -n)")
     group_name = f"seqpar/{nonce}"
     store = PrefixStore(f"{group_name}/", c10d._get_default_store())
     group: Any = ProcessGroup(store, rank, size)  # Any: the private methods below have no type stubs
@@ -126,10 +122,14 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
     group._set_group_name(group_name)
     group._set_group_desc(f"seqpar_{purpose}")
     _register(group, name, f"{device.type}:{name}", store, ranks)
-    if name == "nccl":
-        backend.eager_connect_single_device(device)
-    if purpose == "messages" and name != "fake":
-        _connect_pairs(group, device)
+    try:
+        if name == "nccl":
+            backend.eager_connect_single_device(device)
+        if purpose == "messages" and name != "fake":
+            _connect_pairs(group, device)
+    except BaseException:
+        _end(group, MESSAGES_FAILED)
+        raise
     result: ProcessGroup = group
     return result
 
@@ -164,4 +164,26 @@ def _connect_pairs(group: ProcessGroup, device: torch.device) -> None:
             start_messages(sends, receives, group, group).wait()
 
 
-_communicators: PerWorld[tuple[Purpose, str, tuple[int, ...]], ProcessGroup] = PerWorld()
+def _may_open(files: int) -> bool:
+    """Whether this process may open so many more files. A rank that finds out later lets the others wait for it."""
+    with ExitStack() as opened:
+        try:
+            for _ in range(files):
+                opened.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            return False
+    return True
+
+
+def _end(group: ProcessGroup, left_by: int | None) -> None:
+    """End a communicator, without waiting for its messages."""
+    if group not in c10d._world.pg_map:
+        return
+    if left_by is not None and dist.get_backend(group) == "gloo":
+        # A wait of gloo that times out closes the connections to all ranks, so that none of them waits for this one.
+        with suppress(RuntimeError):
+            nothing, peer = torch.empty(1, device="cpu"), (group.rank() + 1) % group.size()
+            work = dist.irecv(nothing, group=group, group_src=peer, tag=_UNUSED_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+    c10d._abort_process_group(group)

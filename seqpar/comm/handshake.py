@@ -31,16 +31,17 @@ from torch import Tensor
 
 from ..base.checks import DTYPES, check_alike
 from ..masks.mask import Mask
-from ..ranks.mesh import Ranks, parent_group
+from ..ranks.calls import check_tag, current, current_tag
+from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, own_entry
 from .collectives import all_gather_single
 from .communicator import communicator
-from .waiting import waiting
+from .waiting import call, waiting
 
 Header = TypeVar("Header", bound=tuple[Any, ...])  # a NamedTuple of int, bool, Fingerprint and torch.dtype
 
-_WIDTH = 16  # int64 words sent by each rank: a status, the header's type, its fields
+_WIDTH = 16  # int64 words sent by each rank: a status, the number of the call, the header's type, its fields
 _OK, _FAILED = 0, 1
 # All-gathers that a failing rank started and did not wait for. They are kept because their buffers are still in use.
 _unwaited: deque[object] = deque(maxlen=64)
@@ -67,9 +68,16 @@ def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
         yield
     except Exception:
         if ranks is not None and ranks.size() > 1:
-            with contextlib.suppress(RuntimeError):  # the error to raise is the one of the block
-                _unwaited.append(_start([_FAILED], ranks, _PATIENCE))
+            with contextlib.suppress(RuntimeError), _call(ranks) as number:  # the error to raise is the block's
+                _unwaited.append(_start([_FAILED, number], ranks, _PATIENCE))
         raise
+
+
+@contextmanager
+def _call(ranks: Ranks) -> Iterator[int]:
+    """A call of its own, unless it is a part of one. Yields the number of the group's calls."""
+    with contextlib.nullcontext() if current.get() is not None else call(ranks, "handshake"):
+        yield current_tag()[0]
 
 
 def all_gather_header(make_header: Callable[[], Header], group: Ranks | None) -> list[Header]:
@@ -89,12 +97,15 @@ def all_gather_header(make_header: Callable[[], Header], group: Ranks | None) ->
     if group is None or group.size() == 1:
         return [header]
     kind = fingerprint(type(header).__qualname__)
-    by_rank = _wait(_start([_OK, kind, *map(_encode, header)], group), group)
+    with _call(group) as number:
+        by_rank = _wait(_start([_OK, number, kind, *map(_encode, header)], group), group)
+        for rank, words in zip(global_ranks(group), by_rank, strict=True):
+            check_tag(rank, (words[1], 0), (number, 0))
     if failed := [rank for rank, words in enumerate(by_rank) if words[0] == _FAILED]:
         raise RuntimeError(f"rank(s) {failed} of the group raised an error on their own input; see their traceback")
-    if other := [rank for rank, words in enumerate(by_rank) if words[1] != kind]:
+    if other := [rank for rank, words in enumerate(by_rank) if words[2] != kind]:
         raise RuntimeError(f"rank(s) {other} of the group called another function; call the same one on every rank")
-    return [type(header)(*map(_decode, words[2:], header)) for words in by_rank]
+    return [type(header)(*map(_decode, words[3:], header)) for words in by_rank]
 
 
 def check_same(headers: Sequence[Any], *fields: str) -> None:

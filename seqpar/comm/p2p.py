@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..placement.placement import Placement
-from ..ranks.mesh import Ranks
+from ..ranks.calls import Calls, calls_of
+from ..ranks.mesh import Ranks, parent_group
+from . import waiting
 from .communicator import communicator
 from .shared_memory import SharedMemoryTransport, share_messages, shared_memory
 from .trace import count_sent
@@ -46,11 +48,15 @@ class Link(NamedTuple):
         ranks: the ranks.
         memory: their shared memory; None if they do not share any.
         group: the process group in which they exchange messages; None if they share memory.
+        calls: the calls of the ranks' process group.
+        generation: of its connections. After an error they are closed and made again.
     """
 
     ranks: Ranks
     memory: SharedMemoryTransport | None
     group: ProcessGroup | None
+    calls: Calls
+    generation: int
 
 
 def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
@@ -60,11 +66,22 @@ def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
     may leave some ranks out, so it cannot be the first operation.
     """
     if isinstance(ranks, Link):
+        if ranks.generation != ranks.calls.generation:
+            raise RuntimeError(
+                "the connections of this call were closed after an error in another call of its ranks; repeat the step"
+            )
         return ranks
     if ranks is None or ranks.size() == 1:
         return None
     memory = shared_memory(ranks, device)
-    return Link(ranks, memory, communicator(ranks, device) if _sends_messages and memory is None else None)
+    group = communicator(ranks, device) if _sends_messages and memory is None else None
+    calls = calls_of(parent_group(ranks))
+    return Link(ranks, memory, group, calls, calls.generation)
+
+
+def call(ranks: Ranks | None, name: str, *what: int) -> AbstractContextManager[None]:
+    """``waiting.call``; within ``without_messages`` there are no calls."""
+    return waiting.call(ranks if _sends_messages else None, name, *what)
 
 
 class Links(NamedTuple):
@@ -83,7 +100,8 @@ class Links(NamedTuple):
 def links_of(placement: Placement, device: torch.device) -> Links:
     """Connect the ranks of an attention call, at the first call. All of them must call this."""
     links: Links | None = placement.kept.get(device)
-    if links is None:
+    if links is None or any(link is not None and link.generation != link.calls.generation for link in links):
+        placement.kept.clear()
         ranks = placement.ulysses, placement.within, placement.across
         links = Links(*(connect(x, device) for x in ranks))
         if _sends_messages:

@@ -2,13 +2,14 @@
 
 gloo copies a message to a process of the same host into a socket and out of it. The threads that copy it use the same
 CPU cores as attention. Here the sender writes the message into memory that the receiver has mapped too, and sends only
-a notice of it, three numbers, through a pipe:
+a notice of it through a pipe: where the message is, and in which call it is sent (``ranks/calls.py``).
 
     sender      | write the message | send a notice |                 ...                | reuse the memory |
     receiver    |                       ...         | read the message | count it as read |
 
-Each process writes its messages to an anonymous file of its own (``memfd_create``). The file is as long as any message
-may be, but only the pages that have been written take memory. Linux deletes it when no process maps it any more.
+Each process writes its messages to an anonymous file of its own (``memfd_create``). The file grows by a segment when a
+message has no room in it, and the other processes map a segment at the first message in it. Only the pages that have
+been written take memory, and no page is part of a core dump. Linux deletes the file when no process maps it any more.
 
 A pipe holds 64 notices. A sender that is further ahead of a receiver waits; a call of attention sends far fewer.
 
@@ -25,14 +26,13 @@ import select
 import struct
 import time
 import uuid
-import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import chain
-from typing import Literal
+from typing import Literal, NamedTuple
+from weakref import WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -40,45 +40,85 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.settings import switch
+from ..ranks.calls import MESSAGES_FAILED, Close, OutOfStepError, Tag, calls_of, check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, host_name, parent_group, rank_in
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
-from .communicator import PerWorld
 from .trace import say_transport
-from .waiting import MESSAGES, Message, PeerError, Pending, begin, failure
+from .waiting import MESSAGES, Message, PeerError, Pending, failure
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _CPU = torch.device("cpu")
 _SMALLEST_BLOCK = 1 << 16
+# Of a file. A later segment has at least as many bytes as all segments before it.
+_FIRST_SEGMENT = 1 << 26
 # Free blocks keep their memory for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
 _SPARE_BYTES = 64 << 20
-_NOTICE = struct.Struct("=3q1000x")  # 64 of them fill a pipe
-# The addresses that the files of all ranks take in each process, at most. No memory is reserved for them.
-_ADDRESSES = 1 << 40
+_NOTICE = struct.Struct("=7q968x")  # a _Place and a tag; 64 notices fill a pipe
+# In place of a _Place: the sender has waited for this rank for a while. If the ranks wait for each other in different
+# calls, they notice it so.
+_WAITS = [-1] * 5
+# In place of the segment, before the rank that has left the call first: the sender has closed its connections.
+_LEFT = -2
 
 ReceiveMode = Literal["copy", "add", "alias"]
 
 
-@dataclass
+class _Segment:
+    """A part of the file ``descriptor``, mapped."""
+
+    def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
+        self.start, self.nbytes, self.used = start, nbytes, 0
+        self.memory = mmap.mmap(descriptor, nbytes, offset=start)
+        self.memory.madvise(mmap.MADV_DONTDUMP)
+        self.words = memoryview(self.memory).cast("q")
+        self.address = torch.frombuffer(self.memory, dtype=torch.uint8, count=1).data_ptr()
+
+
+class _File:
+    """The file of a rank, and the segments of it that this process has mapped, by their start."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.segments: dict[int, _Segment] = {}
+
+    def segment(self, start: int, nbytes: int) -> _Segment:
+        if start not in self.segments:
+            self.segments[start] = _Segment(self.descriptor, start, nbytes)
+        return self.segments[start]
+
+
+@dataclass(eq=False)
 class _Block:
-    """A part of this rank's file, for one tensor.
+    """A part of a segment of this rank's file, for one tensor.
 
     It begins with an int64 for each rank: how many messages in this block the rank has read.
     """
 
-    start: int
+    segment: _Segment
+    start: int  # in the segment
     nbytes: int
     storage: StorageWeakRef | None = None  # of the tensor
     sent: dict[int, int] = field(default_factory=dict)  # by rank: how many messages in this block were sent to it
     has_memory: bool = True
 
 
+class _Place(NamedTuple):
+    """Where a message is in the file of its sender."""
+
+    segment: int
+    segment_bytes: int
+    block: int  # in the segment
+    start: int  # in the segment
+    nbytes: int
+
+
 class Notice:
     """A notice that this rank receives from ``peer``, of a message for the receive buffer ``out``."""
 
-    def __init__(self, transport: SharedMemoryTransport, peer: int, out: Tensor, mode: ReceiveMode) -> None:
+    def __init__(self, transport: SharedMemoryTransport, peer: int, out: Tensor, mode: ReceiveMode, tag: Tag) -> None:
         self._transport = transport
-        self.peer, self.out, self.mode = peer, out, mode
-        self.message: tuple[int, int, int] | None = None  # once it has arrived
+        self.peer, self.out, self.mode, self.tag = peer, out, mode, tag
+        self.place: _Place | None = None  # once it has arrived
 
     def wait(self) -> None:
         """Wait for the notice, and read the message."""
@@ -91,8 +131,9 @@ class SharedMemoryTransport:
     Args:
         rank: this rank.
         ranks: the global rank of each rank.
-        files: the file of each rank, mapped.
+        files: the file of each rank.
         pipes: the descriptors of a pipe from each rank, and of a pipe to each rank.
+        descriptors: all descriptors, which the transport closes.
         timeout: how long a wait may take.
     """
 
@@ -100,31 +141,31 @@ class SharedMemoryTransport:
         self,
         rank: int,
         ranks: Sequence[int],
-        files: Sequence[mmap.mmap],
+        files: Sequence[_File],
         pipes: tuple[Sequence[int], Sequence[int]],
+        descriptors: list[int],
         timeout: timedelta,
     ) -> None:
         self.ranks = ranks
         self._rank, self._timeout = rank, timeout
         self._incoming, self._outgoing = pipes
-        weakref.finalize(self, _close, pipes)
+        self.close = finalize(self, _close, descriptors)
         self._expected: list[deque[Notice]] = [deque() for _ in ranks]  # by peer: notices that have not arrived
-        self._files, self._file = files, files[rank]
-        self._words = [memoryview(file).cast("q") for file in files]
+        self._files = files
         self._header = -(-8 * len(files) // 64) * 64  # bytes of a block before its tensor
-        self._address = torch.frombuffer(self._file, dtype=torch.uint8, count=1).data_ptr() + self._header
-        self._blocks: dict[int, _Block] = {}  # by start
-        self._of_size: dict[int, dict[int, _Block]] = {}  # by bytes, then by start
-        self._end = _SMALLEST_BLOCK  # of the last block
-        # Messages of other ranks in whose memory tensors of this rank are: their storages, and the message's word.
-        self._aliases: list[tuple[StorageWeakRef, int, int]] = []
+        self._blocks: dict[int, _Block] = {}  # by the address of the tensor
+        self._of_size: dict[int, list[_Block]] = {}  # by bytes
+        # Messages of other ranks in whose memory tensors of this rank are: the storage, the words and the word's index.
+        self._aliases: list[tuple[StorageWeakRef, memoryview, int]] = []
+        _transports.add(self)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialized tensor ``[numel]``, which is sent without a copy. Do not write to it afterwards."""
         if not numel:
             return torch.empty(0, dtype=dtype, device=_CPU)
         block = self._free_block(self._header + numel * dtype.itemsize)
-        tensor = torch.frombuffer(self._file, dtype=dtype, count=numel, offset=block.start + self._header)
+        offset = block.start + self._header
+        tensor = torch.frombuffer(block.segment.memory, dtype=dtype, count=numel, offset=offset)
         block.storage = StorageWeakRef(tensor.untyped_storage())
         return tensor
 
@@ -140,23 +181,36 @@ class SharedMemoryTransport:
             or, with "alias", replaces the memory of the tensor by the memory of the message, which the sender does not
             reuse as long as a tensor of this rank is in it.
         """
+        tag = current_tag()
         for peer, x in sends:
-            self._send(peer, _NOTICE.pack(*self._message(peer, x)))
-        notices = [Notice(self, peer, out, mode) for peer, out in receives]
+            self._send(peer, _NOTICE.pack(*self._place(peer, x), *tag))
+        notices = [Notice(self, peer, out, mode, tag) for peer, out in receives]
         for notice in notices:
             self._expected[notice.peer].append(notice)
         return notices
 
     def receive(self, notice: Notice) -> None:
-        """Wait for a notice. The notices of a rank arrive in the order in which they are expected."""
-        expected = self._expected[notice.peer]
-        while notice.message is None:
-            self._wait(notice.peer, self._incoming, select.POLLIN)
-            record = os.read(self._incoming[notice.peer], _NOTICE.size)
+        """Wait for a notice. The notices of a rank arrive in the order in which they are expected.
+
+        Raises:
+            OutOfStepError: the message is one of another call.
+        """
+        peer, expected = notice.peer, self._expected[notice.peer]
+        while notice.place is None:
+            self._wait(peer, self._incoming, select.POLLIN)
+            record = os.read(self._incoming[peer], _NOTICE.size)
             if not record:
-                raise PeerError(notice.peer, "the rank has ended")
-            expected.popleft().message = _NOTICE.unpack(record)
-        self._read(notice.peer, notice.out, notice.mode, *notice.message)
+                raise PeerError(peer, "the rank has ended")
+            *place, number, what = _NOTICE.unpack(record)
+            if place[0] == _LEFT:
+                if (calls := current.get()) is not None:
+                    calls.left_by = place[1]
+                raise OutOfStepError(f"rank(s) [{place[1]}] of the job left this call by an error; see its traceback")
+            if place != _WAITS or number >= notice.tag[0]:
+                check_tag(self.ranks[peer], (number, what), expected[0].tag)
+            if place != _WAITS:
+                expected.popleft().place = _Place(*place)
+        self._read(peer, notice.out, notice.mode, notice.place)
 
     def _send(self, peer: int, record: bytes) -> None:
         while True:
@@ -174,53 +228,66 @@ class SharedMemoryTransport:
         first, limit = min(LONG_WAIT, self._timeout).total_seconds(), self._timeout.total_seconds()
         if not poll.poll(first * 1000):
             own_entry.write(MESSAGES)
+            self._tell(peer, _WAITS)
             if not poll.poll((limit - first) * 1000):
                 raise PeerError(peer, f"timed out after {limit:.0f} s")
 
-    def _read(self, peer: int, out: Tensor, mode: ReceiveMode, block: int, start: int, nbytes: int) -> None:
-        """Read a message that has arrived: ``nbytes`` from ``start`` in a block of the file of ``peer``."""
-        if nbytes != out.nbytes:
+    def _tell(self, peer: int, what: Sequence[int]) -> None:
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._outgoing[peer], _NOTICE.pack(*what, *current_tag()))
+
+    def end(self, left_by: int | None) -> None:
+        """Close the pipes and the files (see ``calls.Close``)."""
+        if left_by not in (None, MESSAGES_FAILED) and self.close.alive:
+            for peer in range(len(self.ranks)):
+                self._tell(peer, (_LEFT, left_by, 0, 0, 0))
+        self.close()
+
+    def _read(self, peer: int, out: Tensor, mode: ReceiveMode, place: _Place) -> None:
+        """Read a message of ``peer`` that has arrived."""
+        if place.nbytes != out.nbytes:
             raise ValueError(
-                f"rank {self.ranks[peer]} has sent {nbytes:,} bytes, but this rank expects {out.nbytes:,}; make "
+                f"rank {self.ranks[peer]} has sent {place.nbytes:,} bytes, but this rank expects {out.nbytes:,}; make "
                 "the same calls on all ranks"
             )
-        file, word = self._files[peer], block // 8 + self._rank
-        message = torch.frombuffer(file, dtype=out.dtype, count=out.numel(), offset=start).view(out.shape)
+        segment, word = self._files[peer].segment(place.segment, place.segment_bytes), place.block // 8 + self._rank
+        whole = torch.frombuffer(segment.memory, dtype=out.dtype, count=out.numel(), offset=place.start)
+        message = whole.view(out.shape)
         if mode == "alias":
             storage = message.untyped_storage()
             out.set_(storage, message.storage_offset(), message.shape, message.stride())
-            self._aliases.append((StorageWeakRef(storage), peer, word))
+            self._aliases.append((StorageWeakRef(storage), segment.words, word))
             return
         if mode == "add":
             out.add_(message)
         else:
             out.copy_(message)
-        self._words[peer][word] += 1
+        segment.words[word] += 1
 
-    def _message(self, peer: int, x: Tensor) -> tuple[int, int, int]:
-        """Where the message ``x`` to ``peer`` is: its block and its start in this rank's file, and its bytes."""
+    def _place(self, peer: int, x: Tensor) -> _Place:
+        """Where the message ``x`` to ``peer`` is. Copies it to shared memory if it is not there."""
         x = self.share(x)
         block = self._block_of(x)
         assert block is not None
         block.sent[peer] = block.sent.get(peer, 0) + 1
-        return block.start, x.data_ptr() - self._address + self._header, x.nbytes
+        segment = block.segment
+        return _Place(segment.start, segment.nbytes, block.start, x.data_ptr() - segment.address, x.nbytes)
 
     def _block_of(self, x: Tensor) -> _Block | None:
-        return self._blocks.get(x.untyped_storage().data_ptr() - self._address)
-
-    def _unread(self, block: _Block, peer: int) -> int:
-        return block.sent.get(peer, 0) - self._words[self._rank][block.start // 8 + peer]
+        return self._blocks.get(x.untyped_storage().data_ptr())
 
     def _is_free(self, block: _Block) -> bool:
-        unused = block.storage is None or block.storage.expired()
-        return unused and not any(self._unread(block, peer) for peer in block.sent)
+        if block.storage is not None and not block.storage.expired():
+            return False
+        words, first = block.segment.words, block.start // 8
+        return all(words[first + peer] == count for peer, count in block.sent.items())
 
     def _free_block(self, nbytes: int) -> _Block:
         """A free block of at least ``nbytes`` bytes."""
         size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         self._release_aliases()
-        of_size = self._of_size.setdefault(size, {})
-        for block in of_size.values():  # the first free one, so that the last ones stay unused, and without memory
+        of_size = self._of_size.setdefault(size, [])
+        for block in of_size:  # the first free one, so that the last ones stay unused, and without memory
             if self._is_free(block):
                 block.has_memory = True
                 return block
@@ -229,24 +296,48 @@ class SharedMemoryTransport:
         used = sum(block.nbytes for block in self._blocks.values() if block.has_memory) - spare + size
         for block in free:
             if block.has_memory and spare > max(_SPARE_BYTES, 2 * used):
-                self._file.madvise(mmap.MADV_REMOVE, block.start, block.nbytes)
+                block.segment.memory.madvise(mmap.MADV_REMOVE, block.start, block.nbytes)
                 block.has_memory = False
                 block.sent.clear()
                 spare -= block.nbytes
-        if self._end + size > len(self._file):
-            raise RuntimeError(f"attention's messages take more than {len(self._file):,} bytes of shared memory")
-        block = self._blocks[self._end] = of_size[self._end] = _Block(self._end, size)
-        self._end += size
+        block = self._new_block(size)
+        of_size.append(block)
+        return block
+
+    def _new_block(self, size: int) -> _Block:
+        file = self._files[self._rank]
+        segment = next(reversed(file.segments.values()))
+        if segment.used + size > segment.nbytes:
+            end = segment.start + segment.nbytes
+            nbytes = max(end, 1 << (size - 1).bit_length())
+            os.ftruncate(file.descriptor, end + nbytes)
+            segment = file.segment(end, nbytes)
+        block = _Block(segment, segment.used, size)
+        self._blocks[segment.address + block.start + self._header] = block
+        segment.used += size
         return block
 
     def _release_aliases(self) -> None:
         """Count the messages as read that no tensor of this rank is in any more."""
         aliases, self._aliases = self._aliases, []
-        for storage, peer, word in aliases:
+        for storage, words, word in aliases:
             if storage.expired():
-                self._words[peer][word] += 1
+                words[word] += 1
             else:
-                self._aliases.append((storage, peer, word))
+                self._aliases.append((storage, words, word))
+
+
+# Those of this process. A child that is forked closes its copies of the descriptors: otherwise the other ranks would
+# not notice that this rank has ended as long as the child lives.
+_transports: WeakSet[SharedMemoryTransport] = WeakSet()
+
+
+def _close_all() -> None:
+    for transport in _transports:
+        transport.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
 
 
 def share_messages(
@@ -258,17 +349,14 @@ def share_messages(
     buffers: Sequence[Tensor],
 ) -> Pending:
     """Start ``memory.exchange``. ``buffers`` are what the messages hold until they have arrived."""
-    begin()
+    if own_entry.written:
+        own_entry.remove()
     began = time.monotonic()
     try:
         works = memory.exchange(sends, receives, mode)
     except PeerError as error:
         raise failure(MESSAGES, ranks, error, began) from error
     return Pending(works, buffers, ranks, [peer for peer, _ in receives])
-
-
-# By global ranks, and whether SEQPAR_SHARED_MEMORY is on.
-_transports: PerWorld[tuple[tuple[int, ...], bool], SharedMemoryTransport | None] = PerWorld()
 
 
 def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemoryTransport | None:
@@ -279,78 +367,86 @@ def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemoryTransport |
     """
     if device.type != "cpu" or is_simulated():
         return None
-    transports, wanted = _transports.cache(), switch(VARIABLE)
-    key = global_ranks(ranks), wanted
-    if key not in transports:
-        transports[key] = _connect(ranks, wanted)
-        say_transport(ranks, transports[key] is not None, wanted)
-    return transports[key]
+    wanted = switch(VARIABLE)
+
+    def make() -> tuple[SharedMemoryTransport | None, Close]:
+        transport = _connect(ranks, wanted)
+        say_transport(ranks, transport is not None, wanted)
+        return transport, (lambda _: None) if transport is None else transport.end
+
+    transport: SharedMemoryTransport | None
+    transport = calls_of(parent_group(ranks)).connect(("shared memory", global_ranks(ranks), wanted), make)
+    return transport
 
 
 def _connect(ranks: Ranks, wanted: bool) -> SharedMemoryTransport | None:
     parent, members, rank = parent_group(ranks), global_ranks(ranks), rank_in(ranks)
     if type(parent) is not ProcessGroup or parent._get_backend(_CPU).name() != "gloo":
         return None
-    purpose, timeout = "the first messages on a host", group_timeout(parent)
-    with ExitStack() as until_open:
-        file = _new_file(_ADDRESSES // len(members) // _SMALLEST_BLOCK * _SMALLEST_BLOCK) if wanted else None
-        entry = None
-        incoming, outgoing = list[int](), list[int]()
-        if file is not None:
-            descriptor, mapped = file
-            mark = uuid.uuid4().hex
-            mapped[: len(mark)] = mark.encode()
-            until_open.callback(os.close, descriptor)
-            for _ in members:
-                read_end, write_end = os.pipe()
-                incoming.append(read_end)
-                outgoing.append(write_end)
-                until_open.callback(os.close, write_end)
-            entry = [host_name(), os.getpid(), mark, descriptor, outgoing]
-        entries = [json.loads(text) for text in store_all_gather(purpose, members, json.dumps(entry), timeout)]
-        same_host = all(entries) and len({host for host, *_ in entries}) == 1
-        opened = [
-            _open(process, mark, file, pipes[rank]) for _, process, mark, file, pipes in (entries if same_host else ())
-        ]
-        files = [x for x in opened if x]
-        ready = len(files) == len(members)
-        answers = store_all_gather(purpose, members, str(ready), timeout)
-    pipes = incoming, [pipe for _, pipe in files]
-    if all(answer == "True" for answer in answers):
-        return SharedMemoryTransport(rank, members, [file for file, _ in files], pipes, timeout)
-    _close(pipes)
-    return None
-
-
-def _close(pipes: Iterable[Iterable[int]]) -> None:
-    for descriptor in chain.from_iterable(pipes):
-        os.close(descriptor)
-
-
-def _new_file(nbytes: int) -> tuple[int, mmap.mmap] | None:
-    """An anonymous file, as its descriptor and mapped. None if the operating system or a container has none."""
+    where, until = ("the first messages on a host", members), (group_timeout(parent), parent.group_name)
+    kept, passed = list[int](), list[int]()  # descriptors: of the transport, and ends of pipes that others open
     try:
-        descriptor = os.memfd_create("seqpar", os.MFD_CLOEXEC)
-    except (AttributeError, OSError):
-        return None
-    try:
-        os.ftruncate(descriptor, nbytes)
-        return descriptor, mmap.mmap(descriptor, nbytes)
-    except OSError:
-        os.close(descriptor)
-        return None
-
-
-def _open(process: int, mark: str, file: int, pipe: int) -> tuple[mmap.mmap, int] | None:
-    """The file that begins with ``mark``, and the end of a pipe that is written to.
-
-    None in another container, or for a process of another user.
-    """
-    try:
-        with open(f"/proc/{process}/fd/{file}", "r+b", buffering=0) as f:
-            mapped = mmap.mmap(f.fileno(), 0)
-        if mapped[: len(mark)] != mark.encode():
+        own, entry, incoming = None, None, list[int]()
+        with suppress(AttributeError, OSError):  # the system has no such files, or this process may open no more files
+            if wanted:
+                own, mark = _new_file(kept), uuid.uuid4().hex
+                own.segments[0].memory[: len(mark)] = mark.encode()
+                for _ in members:
+                    incoming.append(_append(kept, passed, os.pipe()))
+                entry = [host_name(), os.getpid(), mark, own.descriptor, passed]
+        entries = [json.loads(text) for text in store_all_gather(*where, json.dumps(entry), *until)]
+        opened = []
+        if all(entries) and len({host for host, *_ in entries}) == 1:
+            with suppress(OSError, ValueError):  # another container, or a process of another user
+                for i, (_, process, mark, file, pipes) in enumerate(entries):
+                    opened.append(_open(kept, own if i == rank else None, process, mark, file, pipes[rank]))
+        answers = store_all_gather(*where, str(len(opened) == len(members)), *until)
+        if any(answer != "True" for answer in answers):
+            _close(kept)
             return None
-        return mapped, os.open(f"/proc/{process}/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK)
-    except (OSError, ValueError):
-        return None
+        pipes = incoming, [pipe for _, pipe in opened]
+        return SharedMemoryTransport(rank, members, [file for file, _ in opened], pipes, kept, until[0])
+    except BaseException:
+        _close(kept)
+        raise
+    finally:
+        _close(passed)
+
+
+def _append(kept: list[int], passed: list[int], pipe: tuple[int, int]) -> int:
+    kept.append(pipe[0])
+    passed.append(pipe[1])
+    return pipe[0]
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _new_file(kept: list[int]) -> _File:
+    """An anonymous file of one segment. Its descriptor is added to ``kept``."""
+    descriptor = os.memfd_create("seqpar", os.MFD_CLOEXEC)
+    kept.append(descriptor)
+    os.ftruncate(descriptor, _FIRST_SEGMENT)
+    file = _File(descriptor)
+    file.segment(0, _FIRST_SEGMENT).used = _SMALLEST_BLOCK
+    return file
+
+
+def _open(kept: list[int], own: _File | None, process: int, mark: str, descriptor: int, pipe: int) -> tuple[_File, int]:
+    """The file of a process, which begins with ``mark``, and the end of a pipe that is written to.
+
+    Their descriptors are added to ``kept``. ``own`` is this process's file, if it is the file.
+
+    Raises:
+        OSError: this process may not open it.
+        ValueError: another process has this number here.
+    """
+    file = own or _File(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
+    if own is None:
+        kept.append(file.descriptor)
+    if file.segment(0, _FIRST_SEGMENT).memory[: len(mark)] != mark.encode():
+        raise ValueError(f"process {process} has another file")
+    kept.append(os.open(f"/proc/{process}/fd/{pipe}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    return file, kept[-1]

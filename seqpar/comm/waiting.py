@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
-from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..ranks.calls import MESSAGES_FAILED, OutOfStepError, calls_of, check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
 from ..ranks.rendezvous import LONG_WAIT, failed_wait, group_timeout, is_simulated, own_entry
-from .streams import posting_stream
+from .streams import TransferStream, posting_stream
 
 MESSAGES = "messages of attention"  # their name in errors
 _name: ContextVar[str | None] = ContextVar("operation", default=None)
@@ -37,7 +40,8 @@ def operation(name: str) -> Iterator[None]:
 def waiting(what: str, ranks: Ranks) -> Iterator[None]:
     """If the block fails, the error names the operation, the seconds that it took, and the missing ranks."""
     check_own_process(what)
-    begin()
+    if own_entry.written:  # by a wait that has failed
+        own_entry.remove()
     began = time.monotonic()
     try:
         yield
@@ -57,6 +61,8 @@ class PeerError(RuntimeError):
 
 def failure(what: str, ranks: Ranks, error: RuntimeError, began: float) -> RuntimeError:
     """The error of a wait in ``what`` for ``ranks`` that began at ``began``, and has failed with ``error``."""
+    if (calls := current.get()) is not None:
+        calls.left_by = MESSAGES_FAILED
     seconds, waited_for, closed = time.monotonic() - began, global_ranks(ranks), False
     if isinstance(error, PeerError):
         waited_for = waited_for[error.peer : error.peer + 1]
@@ -64,30 +70,29 @@ def failure(what: str, ranks: Ranks, error: RuntimeError, began: float) -> Runti
     return RuntimeError(failed_wait(what, waited_for, seconds, closed))
 
 
+def call(ranks: Ranks | None, name: str, *what: int) -> AbstractContextManager[None]:
+    """In the block, ``ranks`` make one call together (see ``ranks/calls.py``). ``what`` is the same on every rank."""
+    if ranks is None or ranks.size() == 1:
+        return nullcontext()
+    group = parent_group(ranks)
+    # Python's hash of a str differs from process to process; its hash of an int does not.
+    return calls_of(group).call(group, hash((zlib.crc32(name.encode()), *what)))
+
+
 def run(collective: Callable[..., Any], *args: Any, group: ProcessGroup, **kwargs: Any) -> None:
-    """Run a collective of torch.distributed, whose first argument is a tensor, with errors as in ``waiting``."""
+    """Run a collective of torch.distributed, whose first argument is a tensor, with errors as in ``waiting``.
+
+    It is a call of the group, unless it is a part of one.
+    """
     what, in_parts = _name.get() or collective.__name__, args[0].device.type == "cpu" and not is_simulated()
-    with waiting(what, group):
-        work = collective(*args, group=group, async_op=in_parts, **kwargs)
+    with nullcontext() if current.get() is not None else call(group, what), waiting(what, group):
+        try:
+            work = collective(*args, group=group, async_op=in_parts, **kwargs)
+        except BaseException:
+            calls_of(group).unusable = what
+            raise
         if in_parts:
             wait_in_parts(work, what)
-
-
-# Messages for which nothing has waited, because of an error, each with its default group.
-_unfinished: list[tuple[ref[ProcessGroup], Pending]] = []
-
-
-def begin() -> None:
-    """Call this before operations are started: take back what earlier ones have left."""
-    if own_entry.written:  # by a wait that has failed
-        own_entry.remove()
-    if _unfinished:
-        left, world = _unfinished.copy(), dist.group.WORLD
-        _unfinished.clear()
-        for pending in (x for default_group, x in left if default_group() is not world):
-            pending.drop()  # its default group has been destroyed
-        for pending in (x for default_group, x in left if default_group() is world):
-            pending.finish()
 
 
 class Started(Protocol):
@@ -105,8 +110,8 @@ class Pending:
 
     Buffers on a ``TransferStream`` are held by it from then on, until their readers have been launched.
 
-    If an error keeps the caller from waiting, the next messages that this process starts wait first: otherwise they
-    would be taken for these.
+    If an error keeps the caller from waiting, the connections of the call are closed, so that the messages are not
+    taken for messages of the next call.
 
     Args:
         works: the operations.
@@ -118,15 +123,19 @@ class Pending:
 
     def __init__(
         self,
-        works: Sequence[Started] = (),
+        works: Iterable[Started] = (),
         buffers: Sequence[Tensor] = (),
         ranks: Ranks | None = None,
         peers: Sequence[int] | None = None,
     ) -> None:
-        self._works, self._buffers, self._ranks, self._peers = works, buffers, ranks, peers
+        self._works, self._buffers, self._ranks, self._peers = [*works], buffers, ranks, peers
+        self._calls = current.get() if self._works else None
         self._posted_from = posting_stream()
+        if self._calls is not None:
+            settle = partial(_settle, self._works, buffers, self._posted_from)
+            self._calls.works[id(self._works)] = self._works, settle
         # A message to this rank itself is not sent, but written on the stream that messages are posted from.
-        self._written = self._posted_from.position() if self._posted_from and buffers and not works else None
+        self._written = self._posted_from.position() if self._posted_from and buffers and not self._works else None
 
     @staticmethod
     def all(parts: Sequence[Pending], buffers: Sequence[Tensor]) -> Pending:
@@ -135,13 +144,16 @@ class Pending:
         peers = [peer for part in parts for peer in part._peers or ()]
         ranks = next((part._ranks for part in parts if part._works), None)
         for part in parts:
-            part._works = ()
+            if part._calls is not None:
+                part._calls.works.pop(id(part._works), None)
+            part._works, part._buffers = [], ()
         return Pending(works, buffers, ranks, peers if len(peers) == len(works) else None)
 
     def wait(self) -> None:
         """Wait until all messages are sent and received. On CUDA, the current stream waits instead of the host.
 
         Raises:
+            OutOfStepError: a message is one of another call.
             RuntimeError: a rank is missing; the message names it.
         """
         began, done = time.monotonic(), 0
@@ -152,8 +164,15 @@ class Pending:
                 else:
                     work.wait()
                 done += 1
-        except RuntimeError as error:
-            self._works = ()
+        except BaseException as error:
+            failed = isinstance(error, RuntimeError) and not isinstance(error, OutOfStepError)
+            if self._calls is not None:
+                if failed:
+                    self._calls.left_by = MESSAGES_FAILED
+                self._calls.leave()
+            self._works.clear()
+            if not failed or not isinstance(error, RuntimeError):
+                raise
             assert self._ranks is not None
             cause = error if self._peers is None else PeerError(self._peers[done], str(error))
             raise failure(MESSAGES, self._ranks, cause, began) from error
@@ -163,51 +182,96 @@ class Pending:
             torch.cuda.current_stream(self._buffers[0].device).wait_event(self._written)
         if self._posted_from is not None:
             self._posted_from.hold(self._buffers)
-        self._works, self._buffers = (), ()
+        if self._calls is not None:
+            self._calls.works.pop(id(self._works), None)
+        self._works, self._buffers = [], ()
 
     def __del__(self) -> None:
-        if self._works and dist.group.WORLD is not None:
-            _unfinished.append((ref(dist.group.WORLD), self))
+        if self._works and self._calls is not None and not sys.is_finalizing():
+            self._calls.leave()
 
-    def drop(self) -> None:
-        """Free the buffers without waiting: the ranks of the messages are gone."""
-        self._works, self._buffers = (), ()
 
-    def finish(self) -> None:
-        """Wait, and let later messages use the memory."""
-        self.wait()
-        if self._posted_from is not None:
-            self._posted_from.release()
+def _settle(works: Sequence[Started], buffers: Sequence[Tensor], stream: TransferStream | None) -> None:
+    """After an error: on a GPU, let what uses the memory of messages next wait for them. NCCL has been told to end."""
+    if buffers[0].device.type != "cpu":
+        with nullcontext() if stream is None else stream.posting():
+            for work in works:
+                with suppress(RuntimeError):
+                    work.wait()
+
+
+class _Greeting:
+    """Tells ``peer`` the tag of this rank's call, and receives and compares the peer's.
+
+    gloo ends the process if a message is longer than the tensor that receives it. So the messages themselves, whose
+    number in gloo depends on the tag, are received only from ranks in the same call.
+    """
+
+    def __init__(self, peer: int, ranks: Ranks, group: ProcessGroup) -> None:
+        self.peer, self._rank, self._tag = peer, global_ranks(ranks)[peer], current_tag()
+        self._sent = torch.tensor(self._tag, device="cpu")
+        self._received = torch.empty_like(self._sent)
+        where: dict[str, Any] = {"group": group, "tag": 0}
+        self._works = (
+            dist.isend(self._sent, group_dst=peer, **where),
+            dist.irecv(self._received, group_src=peer, **where),
+        )
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        number, what = self._received.tolist()
+        check_tag(self._rank, (number, what), self._tag)
+
+
+def _greetings(peers: Iterable[int], ranks: Ranks, group: ProcessGroup) -> list[_Greeting]:
+    """Greetings to the peers to which this call has sent nothing yet."""
+    calls = current.get()
+    new = [] if calls is None else [peer for peer in dict.fromkeys(peers) if (group, peer) not in calls.greeted]
+    if calls is None or not new:
+        return []
+    calls.greeted.update((group, peer) for peer in new)
+    return [] if is_simulated() else [_Greeting(peer, ranks, group) for peer in new]
 
 
 def start(
     collective: Callable[..., Any], *args: Any, buffers: Sequence[Tensor], ranks: Ranks, group: ProcessGroup | None
 ) -> Pending:
     """Start a collective of ``ranks`` in ``group``, their process group."""
-    if own_entry.written or _unfinished:
-        begin()
+    if own_entry.written:
+        own_entry.remove()
     began = time.monotonic()
     try:
+        if buffers[0].device.type == "cpu" and group is not None:
+            for greeting in _greetings((i for i in range(ranks.size()) if i != ranks.rank()), ranks, group):
+                greeting.wait()
         return Pending([collective(*args, group=group, async_op=True)], buffers, ranks)
+    except OutOfStepError:
+        raise
     except RuntimeError as error:
         raise failure(MESSAGES, ranks, error, began) from error
 
 
 def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, group: Any) -> Pending:
     """Start messages between ``ranks`` in ``group``, their process group. There must be one."""
-    if own_entry.written or _unfinished:
-        begin()
+    if own_entry.written:
+        own_entry.remove()
     messages = [(dist.isend, *x) for x in sends] + [(dist.irecv, *x) for x in receives]
-    ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, peer, tensor in messages]
     buffers, peers = [tensor for _, _, tensor in messages], [peer for _, peer, _ in messages]
     if buffers[0].device.type != "cpu":
+        ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, peer, tensor in messages]
         return Pending(dist.batch_isend_irecv(ops), buffers, ranks)
-    works, began = list[Started](), time.monotonic()
+    works, began, at = list[Started](), time.monotonic(), 0
+    number = 1 + (hash(current_tag()) & 0x3FFFFFFF)
     try:
-        for op in ops:  # gloo starts them one by one anyway, but then it is not known which one fails
-            works += dist.batch_isend_irecv([op])
+        works += _greetings(peers, ranks, group)
+        peers = [work.peer for work in works if isinstance(work, _Greeting)] + peers
+        for op, peer, tensor in messages:  # gloo starts them one by one anyway; so it is known which one fails
+            at = len(works)
+            works += dist.batch_isend_irecv([dist.P2POp(op, tensor, group=group, group_peer=peer, tag=number)])
     except RuntimeError as error:
-        raise failure(MESSAGES, ranks, PeerError(peers[len(works)], str(error)), began) from error
+        raise failure(MESSAGES, ranks, PeerError(peers[at], str(error)), began) from error
     return Pending(works, buffers, ranks, peers)
 
 

@@ -142,7 +142,8 @@ class ContextParallelAttention(AttentionLayer):
         hidden, *weights = to_autocast_dtype(x, *weights)
         hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
         chunks = chunks_of(*tokens, x.device)
-        x_chunks = chunks.receive_chunks(hidden.detach())
+        with chunks.call("first step", hidden):
+            x_chunks = chunks.receive_chunks(hidden.detach())
         q = queries()
         seed = None
         if spec.dropout_p:

@@ -321,13 +321,14 @@ def vocab_linear_cross_entropy(
     all_labels = _gather_ids(labels, chunks.rows.lengths, chunks.group)
     batch, total = all_labels.shape
     statistics = x.new_empty(3 * batch, total, dtype=sum_dtype(x))  # [3 * b, t]
-    for rows, piece in chain.from_iterable(chunks.receive_chunks(x.contiguous())):
-        statistics_of_piece = [
-            torch.stack(part.statistics(_logits(hidden, weight, bias), labels_part))
-            for hidden, labels_part in _split(chunk_tokens, piece, rows.take(all_labels))
-        ]
-        if statistics_of_piece:
-            rows.put(statistics, torch.cat(statistics_of_piece, 1).view(3 * batch, rows.length))
+    with chunks.call("vocab_linear_cross_entropy", x):
+        for rows, piece in chain.from_iterable(chunks.receive_chunks(x.contiguous())):
+            statistics_of_piece = [
+                torch.stack(part.statistics(_logits(hidden, weight, bias), labels_part))
+                for hidden, labels_part in _split(chunk_tokens, piece, rows.take(all_labels))
+            ]
+            if statistics_of_piece:
+                rows.put(statistics, torch.cat(statistics_of_piece, 1).view(3 * batch, rows.length))
     losses, lse = part.losses(list(statistics.view(3, batch, total)), all_labels, chunks.group)
     return losses.contiguous(), lse.contiguous(), all_labels
 
@@ -381,14 +382,15 @@ def vocab_linear_cross_entropy_backward(
     def next_gradients(pieces: Iterator[Piece], rows: Rows) -> Tensor:
         return gradients(*next(pieces))
 
-    partial_dx = PartialSums(chunks, x, x.shape[2])
-    for step, pieces in enumerate(chunks.receive_chunks(x.contiguous())):
-        if need_x:  # the gradient of a chunk is sent back to the rank that sent the chunk
-            partial_dx.add(-step % chunks.size, partial(next_gradients, pieces))
-        else:
-            for rows, piece in pieces:
-                gradients(rows, piece)
-    results = [partial_dx.result().contiguous()] if need_x else []
+    with chunks.call("vocab_linear_cross_entropy_backward", x):
+        partial_dx = PartialSums(chunks, x, x.shape[2])
+        for step, pieces in enumerate(chunks.receive_chunks(x.contiguous())):
+            if need_x:  # the gradient of a chunk is sent back to the rank that sent the chunk
+                partial_dx.add(-step % chunks.size, partial(next_gradients, pieces))
+            else:
+                for rows, piece in pieces:
+                    gradients(rows, piece)
+        results = [partial_dx.result().contiguous()] if need_x else []
     sums = (weight, dweight), (bias, dbias)
     return results + [total.to(like.dtype) for like, total in sums if like is not None and total is not None]
 

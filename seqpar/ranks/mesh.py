@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..base.checks import check_int
 from ..base.settings import check_settings, text
+from .calls import begin_again
 from .processes import check_own_process
 from .rendezvous import group_timeout, is_simulated, store_all_gather
 from .startup import check_alone, check_timeout, start_process_group, started_ranks
@@ -156,6 +157,7 @@ def _agree_on_mesh(spec: tuple[Any, ...]) -> None:
     world = dist.group.WORLD
     assert world is not None
     ranks = range(world.size())
+    begin_again()
     entries = store_all_gather("init_mesh", ranks, json.dumps([spec, host_name()]), group_timeout(world))
     by_rank, hosts = zip(*map(json.loads, entries), strict=True)
     first_ranks: dict[tuple[Any, ...], int] = {}

@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from datetime import timedelta
 from threading import Thread
 from typing import Any
@@ -41,8 +42,7 @@ _ENTRY = "seqpar/waits/{}"  # the key of a rank's entry, which is null when it g
 _Entry = tuple[str, list[int]]  # the operation, and the ranks that this rank has found missing
 # How often a rank looks whether rank 0 has begun another round, at first and at most. Later waits are longer, so that a
 # thousand ranks do not keep the store busy.
-_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
-_FIRST_POLL_S = 0.001
+_FIRST_POLL_S, _POLL_S, _LONGEST_POLL_S = 0.001, 0.01, 0.5
 # What to do about missing ranks, for error messages.
 ADVICE = (
     "look for an earlier error on other ranks (in their input, mask, mesh or group), or for a call that only some "
@@ -64,7 +64,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     return dist.distributed_c10d.default_pg_timeout
 
 
-def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta) -> list[str]:
+def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: timedelta, group: str = "") -> list[str]:
     """All-gather ``value`` through the store. Each rank writes one value and reads one list.
 
     Args:
@@ -72,6 +72,7 @@ def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: ti
         ranks: the global ranks that take part, the same on each of them.
         value: this rank's value.
         timeout: how long a rank waits for the others.
+        group: the name of the process group for which they communicate. Two threads may do so for two groups.
 
     Raises:
         RuntimeError: some ranks did not call this function before the timeout, and the message names them; or this
@@ -81,7 +82,7 @@ def store_all_gather(purpose: str, ranks: Sequence[int], value: str, timeout: ti
     if size == 1 or is_simulated():
         return [value] * size
     check_own_process(purpose)
-    values = _all_gather(_get_default_store(), purpose, ranks, index, value, timeout)
+    values = _all_gather(_get_default_store(), purpose, ranks, index, value, timeout, group)
     own_entry.remove()
     return values
 
@@ -99,10 +100,16 @@ def fresh_prefix(store: dist.Store, rank: int, world: int, timeout: timedelta) -
 
 
 def _all_gather(
-    store: dist.Store, purpose: str, ranks: Sequence[int], index: int, value: str, timeout: timedelta
+    store: dist.Store,
+    purpose: str,
+    ranks: Sequence[int],
+    index: int,
+    value: str,
+    timeout: timedelta,
+    group: str = "",
 ) -> list[str]:
     """``store_all_gather`` on the rank ``ranks[index]``."""
-    key, began = _key(purpose, ranks), time.monotonic()
+    key, began = _key(purpose, group, ranks), time.monotonic()
     try:
         entries = (_join if index else _gather)(store, key, value, index or len(ranks), purpose, timeout)
         if missing := [ranks[i] for i, entry in enumerate(entries) if entry is None]:
@@ -115,20 +122,38 @@ def _all_gather(
 
 
 def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> None:
-    """Wait for the keys. RuntimeError (DistStoreError): they were not set in time.
+    """Wait for the keys. RuntimeError: they were not set in time.
 
-    Ranks usually arrive within a second. For so long this polls, about ten times: a wait of the store that ends without
-    the keys makes torch print a warning that reads like a failure.
+    It asks again and again: while ``store.wait`` waits, no other thread of this process can use the store, and if it
+    waits in vain, torch prints lines that read like a failure.
     """
-    began, poll = time.monotonic(), _FIRST_POLL_S
+    began, poll, told = time.monotonic(), _FIRST_POLL_S, False
     while not store.check(keys):
         waited = time.monotonic() - began
-        if waited >= min(seconds, LONG_WAIT.total_seconds()):
+        if waited > seconds or _is_left(store):
+            raise RuntimeError(f"gave up after {waited:.0f} s")
+        if waited > LONG_WAIT.total_seconds() and not told:
             own_entry.write(purpose)
-            store.wait(keys, timedelta(seconds=max(seconds - waited, _POLL_S)))
-            return
-        time.sleep(poll)
-        poll *= 2
+            told = True
+        time.sleep(min(poll, _LONGEST_POLL_S, max(seconds - waited, 0.0)))
+        poll *= 1.5
+
+
+# While a call connects its ranks: a key, and the number of the call. A rank that leaves the call by an exception writes
+# the number under the key, so that no other rank waits for it.
+connecting: ContextVar[tuple[str, int] | None] = ContextVar("connecting", default=None)
+
+
+def leave_connecting() -> None:
+    """Tell the ranks that wait for this one to connect that it has left the call."""
+    if (call := connecting.get()) is not None and not is_simulated():
+        with suppress(RuntimeError):
+            _get_default_store().set(call[0], str(call[1]))
+
+
+def _is_left(store: dist.Store) -> bool:
+    call = connecting.get()
+    return call is not None and store.check([call[0]]) and int(store.get(call[0])) >= call[1]
 
 
 # After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
@@ -291,6 +316,6 @@ def missing_message(
     )
 
 
-def _key(purpose: str, ranks: Sequence[int]) -> str:
-    digest = hashlib.sha1(repr(tuple(ranks)).encode(), usedforsecurity=False).hexdigest()
+def _key(purpose: str, group: str, ranks: Sequence[int]) -> str:
+    digest = hashlib.sha1(repr((group, *ranks)).encode(), usedforsecurity=False).hexdigest()
     return f"seqpar/{purpose}/{digest}"

@@ -34,6 +34,7 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import cached_property, partial
@@ -134,6 +135,15 @@ class AttentionPlan:
             attends = attends and self._has_queries
             self._programs[key] = Program(tuple(self), heads, num_chunks, attends, prefetch, split_own, self.gather)
         return self._programs[key]
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of the mask and of what each rank holds. The same on every rank that has the same plan."""
+        value = zlib.crc32(f"{self.sharding} {self.gather} {self.per_host}".encode())
+        for runs in self._runs:
+            for column in (runs.start, runs.lo, runs.hi):
+                value = zlib.crc32(column.tobytes(), value)
+        return value
 
     @cached_property
     def longest(self) -> int:

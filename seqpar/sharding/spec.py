@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -85,6 +86,12 @@ class AttentionSpec(Opaque):
     def having(self, **changes: Any) -> AttentionSpec:
         """A copy with other values of some attributes. torch.compile cannot trace ``dataclasses.replace``."""
         return AttentionSpec(**{**{name: getattr(self, name) for name in AttentionSpec.__annotations__}, **changes})
+
+
+@lru_cache(maxsize=256)
+def checksum(spec: AttentionSpec) -> int:
+    """A checksum of what the ranks of a call must agree on. The backends may differ from rank to rank."""
+    return zlib.crc32(repr(spec.having(backend="auto", deterministic=False, returns_saved=False)).encode())
 
 
 def attention_spec(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..base.cache import cached_tensors, upload
-from ..comm.p2p import links_of
+from ..comm.p2p import call, links_of
 from ..comm.streams import ReadyEvents
 from ..kernels import select
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
@@ -19,7 +20,7 @@ from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
 from ..schedule.rows import KeyIntervals
-from ..sharding.spec import AttentionSpec
+from ..sharding.spec import AttentionSpec, checksum
 from .latent import LatentKeys
 from .transfers import GradientReduce, Transfers, take_heads
 from .transport import Collectives, PeerToPeer, Transport
@@ -69,6 +70,16 @@ class AttentionCall:
         error = self.errors[0]
         self.errors.clear()
         raise error
+
+    def on_ranks(
+        self, direction: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> AbstractContextManager[None]:
+        """In the block, the ranks of the call exchange its messages. ``shapes`` are the shapes of q, k and v."""
+        if not self.placement.sends:
+            return nullcontext()
+        (batch, _, heads, dim), (_, _, kv_heads, _), (_, _, _, v_dim) = shapes
+        what = batch, heads, dim, kv_heads, v_dim, dtype.itemsize, self.plan.checksum, checksum(self.spec)
+        return call(self.placement.sequence, direction, *what)
 
     def v_head_dim(self, v_shape: Sequence[int]) -> int:
         """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""

@@ -76,7 +76,10 @@ class GatheredAttention(torch.autograd.Function):
         """
         ctx.chunks, ctx.finish = chunks, finish
         with torch.autocast(x.device.type, enabled=False):
-            k, v = finish(*project(x_chunks, x, (k_weight, v_weight), chunks), *parameters)
+            with chunks.call("project", x, k_weight, v_weight):
+                projections = project(x_chunks, x, (k_weight, v_weight), chunks)
+            k, v = finish(*projections, *parameters)
+            del projections
             ctx.call = call = new_call(q, k, v, sinks, None, seed, *where)
             out, lse, saved = compute(call, q, k, v)
         ctx.save_for_backward(saved[0], x, k_weight, v_weight, out, lse, *parameters)
@@ -91,7 +94,8 @@ class GatheredAttention(torch.autograd.Function):
         _, need_x, *need_weights = ctx.needs_input_grad[:4]
         with torch.autocast(x.device.type, enabled=False):
             full = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, hidden]
-            projections = project(chunks.receive_chunks(x), x, weights, chunks, full)
+            with chunks.call("project again", x, k_weight, v_weight):
+                projections = project(chunks.receive_chunks(x), x, weights, chunks, full)
             k, v, gradients = differentiable(ctx.finish, *projections, *parameters)
             del projections
             saved, shapes = (q, k, v, out, lse), (q.shape, k.shape, v.shape)
@@ -100,7 +104,8 @@ class GatheredAttention(torch.autograd.Function):
             del k, v
             douts = gradients(dk, dv)
             del dk, dv, gradients
-            dx, dweights = all_gather_linear_backward(douts[:2], x, weights, chunks, need_x, need_weights, full)
+            with chunks.call("all_gather_linear_backward", x, k_weight, v_weight):
+                dx, dweights = all_gather_linear_backward(douts[:2], x, weights, chunks, need_x, need_weights, full)
         return dq, dx, *dweights, dsinks, *[None] * 5, *douts[2:]
 
 

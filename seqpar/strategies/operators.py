@@ -132,7 +132,8 @@ def compute(
     if latent_weight is not None:
         call = replace(call, latent=LatentKeys(latent_weight, q.shape[3] - v.shape[3]))
     try:
-        with torch.autocast(q.device.type, enabled=False):  # float32 statistics stay float32
+        exchange = call.on_ranks("forward", (q.shape, k.shape, v.shape), q.dtype)
+        with torch.autocast(q.device.type, enabled=False), exchange:  # float32 statistics stay float32
             return algorithm_of(call.placement, call.heads).forward(call, q, k, v)
     finally:
         if call.errors:
@@ -217,7 +218,7 @@ def attention_gradients(
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
     dlse = dlse if call.spec.return_lse else None
     try:
-        with torch.autocast(like.device.type, enabled=False):
+        with torch.autocast(like.device.type, enabled=False), call.on_ranks("backward", shapes, like.dtype):
             algorithm = algorithm_of(call.placement, call.heads)
             dq, dk, dv, dsinks = algorithm.backward(call, saved, dout, dlse, shapes)
     finally:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..base.cache import cached_tensors, upload
 from ..comm.collectives import start_all_to_all
-from ..comm.p2p import Link, new_message
+from ..comm.p2p import Link, call, new_message
 from ..kernels.base import accumulator
 from ..masks.mask import Mask
 from ..placement.layout import Positions, TokenLayout
@@ -56,9 +56,10 @@ class FetchRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: RowPlan, link: Link | None) -> Tensor:
         ctx.plan, ctx.link, ctx.count, (_, width) = plan, link, len(rows), rows.shape
-        message = new_message(sum(plan.sends) * width, rows, link)
-        torch.index_select(rows, 0, plan.sent, out=message.view(len(plan.sent), width))
-        received = _exchange(message, plan.sends, plan.receives, width, link)
+        with call(link and link.ranks, "rows", width, rows.element_size()):
+            message = new_message(sum(plan.sends) * width, rows, link)
+            torch.index_select(rows, 0, plan.sent, out=message.view(len(plan.sent), width))
+            received = _exchange(message, plan.sends, plan.receives, width, link)
         return torch.cat([rows, *received, rows.new_zeros(1, width)]).index_select(0, plan.index)
 
     @staticmethod
@@ -67,9 +68,10 @@ class FetchRows(torch.autograd.Function):
         plan, link, width, total = ctx.plan, ctx.link, grad.shape[1], ctx.count + sum(ctx.plan.receives)
         gradients = grad.new_zeros(total + 1, width, dtype=accumulator(grad.dtype))
         gradients.index_add_(0, plan.index, grad.to(gradients.dtype))
-        message = new_message(sum(plan.receives) * width, gradients, link)
-        message.copy_(gradients[ctx.count : total].flatten())
-        returned = _exchange(message, plan.receives, plan.sends, width, link)
+        with call(link and link.ranks, "gradients of rows", width, gradients.element_size()):
+            message = new_message(sum(plan.receives) * width, gradients, link)
+            message.copy_(gradients[ctx.count : total].flatten())
+            returned = _exchange(message, plan.receives, plan.sends, width, link)
         own = gradients[: ctx.count]
         own.index_add_(0, plan.sent, torch.cat([own[:0], *returned]))
         return own.to(grad.dtype), None, None

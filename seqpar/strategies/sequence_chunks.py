@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -18,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ..base.cache import cached_tensors
 from ..comm.collectives import all_gather, all_to_all_single, reduce_scatter
-from ..comm.p2p import Link, connect, exchange
+from ..comm.p2p import Link, call, connect, exchange
 from ..comm.trace import count_sent
 from ..comm.waiting import Pending, operation, run
 from ..placement.layout import TokenLayout, split_range
@@ -143,6 +144,10 @@ class SequenceChunks:
     rows: ChunkRows
     overlap: str = "ring"  # or "auto" or "none"
     float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
+
+    def call(self, name: str, x: Tensor, *weights: Tensor) -> AbstractContextManager[None]:
+        """In the block, the ranks exchange the messages of the operator ``name``."""
+        return call(self.group, name, self.total, x.shape[0], x.dtype.itemsize, *(w.shape[0] for w in weights))
 
     @cached_property
     def size(self) -> int:

@@ -20,8 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import seqpar
 from seqpar.comm import collectives, nccl
-from seqpar.comm import communicator as communicators
-from seqpar.comm.communicator import communicator
+from seqpar.comm.communicator import communicator, existing_communicators
 from seqpar.comm.p2p import without_messages
 from seqpar.ranks.mesh import Subgroup, global_ranks, ranks_by_host
 
@@ -71,11 +70,9 @@ def step(**arguments: Any) -> None:
     seqpar.attention(q, q, q, layout="contiguous", **arguments).sum().backward()
 
 
-def made() -> dict[Any, ProcessGroup]:
+def made() -> list[ProcessGroup]:
     """The communicators of this process."""
-    world = dist.group.WORLD
-    assert world is not None
-    return dict(communicators._communicators.cache())
+    return existing_communicators()
 
 
 @on_ranks
@@ -84,7 +81,7 @@ def payload_groups(group: ProcessGroup, options: dict[str, Any]) -> tuple[bool, 
     used: list[ProcessGroup] = []
     step(group=group, **options)
     first = made()
-    known = [each for each in (group, *dist.distributed_c10d._world.pg_map) if each not in first.values()]
+    known = [each for each in (group, *dist.distributed_c10d._world.pg_map) if each not in first]
     with groups_of_payload(used):
         for _ in range(2):
             step(group=group, **options)
@@ -100,13 +97,14 @@ def test_messages_have_groups_of_their_own(pool: Pool, name: str, world: int) ->
 
 @on_ranks
 def one_for_equal_ranks(group: ProcessGroup) -> bool:
+    """All ranks of a group have its communicator; another group with the same ranks has its own."""
     first = communicator(group, CPU)
     all_ranks = communicator(Subgroup(group, tuple(range(group.size()))), CPU)
-    of_world = communicator(mesh_of(1, -1, 1, 1).get_group("ring"), CPU)
-    return first is all_ranks is of_world
+    of_mesh = communicator(mesh_of(1, -1, 1, 1).get_group("ring"), CPU)
+    return first is all_ranks and first is not of_mesh
 
 
-def test_equal_ranks_share_a_communicator(pool: Pool) -> None:
+def test_a_group_has_a_communicator_of_its_own(pool: Pool) -> None:
     assert all(pool.run(8, one_for_equal_ranks))
 
 
@@ -195,7 +193,7 @@ def restart(group: ProcessGroup, port: int) -> list[bool]:
         step(strategy="hybrid")
         gc.collect()
         ended.append(all(reference() is None for reference in before))
-        before = [weakref.ref(each) for each in made().values()]
+        before = [weakref.ref(each) for each in made()]
     return ended
 
 
@@ -216,7 +214,7 @@ def ended_together(group: ProcessGroup, port: int, how: str) -> tuple[set[str], 
         ended.add(self.group_name)
         end(self)
 
-    names = {str(each.group_name) for each in made().values()}
+    names = {str(each.group_name) for each in made()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProcessGroup, how, spy)
         c10d._abort_process_group() if how == "abort" else dist.destroy_process_group()

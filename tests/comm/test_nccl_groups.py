@@ -55,7 +55,8 @@ def messages_of(plan: AttentionPlan, fails_after: int | None = None) -> list[Gro
     first = plan.rank // plan.per_host * plan.per_host
     within: Any = range(first, first + plan.per_host)
     across: Any = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
-    links = p2p.Links(None, p2p.Link(within, None, None), p2p.Link(across, None, None))
+    none: Any = None
+    links = p2p.Links(None, p2p.Link(within, None, None, none, 0), p2p.Link(across, None, None, none, 0))
     call: Any = AttentionCall(
         placement=SimpleNamespace(chunks=None, tokens=plan.sharding),
         plan=plan, spec=AttentionSpec(), heads=heads, score=Score(1.0),

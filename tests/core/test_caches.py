@@ -332,16 +332,16 @@ def test_everything_that_is_kept_is_listed() -> None:
 KEPT: dict[str, str] = {
     "base.cache": "ByteCache.__init__ _tensors _without_owner",
     "base.replaced": "_shared",
-    "comm.communicator": "PerWorld.__init__ PerWorld.cache._caches[world] communicator existing_communicators",
     "comm.handshake": "_side_stream",
     "comm.nccl": "_warn_of_problems",
-    "comm.shared_memory": "_Block SharedMemoryTransport._blocks SharedMemoryTransport._of_size shared_memory",
+    "comm.shared_memory": "_File.segments _Block SharedMemoryTransport._blocks SharedMemoryTransport._of_size",
     "comm.streams": "ReadyEvents._events _posting _stream_of",
     "comm.trace": "_open",
-    "comm.waiting": "_name _unfinished",
+    "comm.waiting": "_name",
     "decoding": "KeyValueCache._layers KeyValueCache._intervals",
     "diffusers.patch": "Patch.__init__ _Call.lengths _Call.first",
     "diffusers.plans": "Plan",
+    "diffusers.trial": "Trial._orders",
     "hf.accelerate": "_maker",
     "hf.batch": "BatchShard",
     "hf.indexers": "indexer_runs _intervals",
@@ -379,13 +379,15 @@ KEPT: dict[str, str] = {
     "planner.setting": "_work_by_ring_rank",
     "planner.splits": "_balanced_layout",
     "planner.step": "_LayerCost._passes",
+    "ranks.calls": "Calls.connections Calls.works current _calls",
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
+    "ranks.rendezvous": "connecting",
     "scaled_dot_product": "_in_reentrant _without_modules _Modules.masks",
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
-        "AttentionPlan._programs AttentionPlan.longest AttentionPlan.dense AttentionPlan.intervals "
-        "AttentionPlan._global_intervals AttentionPlan._has_queries _plans"
+        "AttentionPlan._programs AttentionPlan.checksum AttentionPlan.longest AttentionPlan.dense "
+        "AttentionPlan.intervals AttentionPlan._global_intervals AttentionPlan._has_queries _plans"
     ),
     "schedule.program": "Hop.received_by_peer Hop.sent_by_peer Program.backward_steps",
     "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
@@ -393,7 +395,7 @@ KEPT: dict[str, str] = {
     "sharding.sharding": (
         "Sharding._placements Sharding.chunks Sharding._tokens Sharding.lengths Sharding.checksum Sharding.seq_local"
     ),
-    "sharding.spec": "AttentionSpec.slopes _cached",
+    "sharding.spec": "AttentionSpec.slopes checksum _cached",
     "strategies.attend": "_HEADS",
     "strategies.auto": "_runs",
     "strategies.call": "Run._expansion",
