@@ -203,6 +203,10 @@ def by_states(
     xs = _tuple_of("x", x)
     _check({"x": xs}, sharding, mask, dims=2)
     shape = xs[0].shape[:2]
+    if not shape[0]:
+        raise ValueError(
+            f"x: shape {tuple(xs[0].shape)} has no batch rows, so ``scan`` has nothing to scan; skip the call"
+        )
     plan, link, xs = _plan_states(xs, sharding, mask or _ONE_DOCUMENT)
     rows = [y.flatten(0, 1) for y in xs]
     scanned = [scan(*(_runs(y, index) for y in rows)) for index in plan.groups.index]
@@ -425,7 +429,10 @@ def _to_sequence(heads: Exchange | None, shards: tuple[Tensor, ...]) -> tuple[Te
 
 def _joined(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The tensors, of which at least one requires a gradient, so that this rank takes part in the backward."""
-    return tensors if any(y.requires_grad for y in tensors) else (with_gradient(tensors[0]), *tensors[1:])
+    if any(y.requires_grad for y in tensors):
+        return tensors
+    first = next((i for i, y in enumerate(tensors) if y.is_floating_point() or y.is_complex()), None)
+    return tuple(with_gradient(y) if i == first else y for i, y in enumerate(tensors))
 
 
 def _runs(rows: Tensor, index: Tensor) -> Tensor:

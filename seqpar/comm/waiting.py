@@ -22,8 +22,12 @@ from ..ranks.processes import check_own_process
 from ..ranks.rendezvous import LONG_WAIT, failed_wait, group_timeout, is_simulated, own_entry
 from .streams import TransferStream, posting_stream
 
-MESSAGES = "messages of attention"  # their name in errors
 _name: ContextVar[str | None] = ContextVar("operation", default=None)
+
+
+def messages() -> str:
+    """The name of messages in errors."""
+    return f"messages of {_name.get() or 'attention'}"
 
 
 @contextmanager
@@ -160,7 +164,7 @@ class Pending:
         try:
             for work in self._works:
                 if self._peers is None and self._buffers[0].device.type == "cpu":
-                    wait_in_parts(work, MESSAGES)
+                    wait_in_parts(work, messages())
                 else:
                     work.wait()
                 done += 1
@@ -175,7 +179,7 @@ class Pending:
                 raise
             assert self._ranks is not None
             cause = error if self._peers is None else PeerError(self._peers[done], str(error))
-            raise failure(MESSAGES, self._ranks, cause, began) from error
+            raise failure(messages(), self._ranks, cause, began) from error
         if own_entry.written:
             own_entry.remove()
         if self._written is not None:
@@ -250,7 +254,7 @@ def start(
     except OutOfStepError:
         raise
     except RuntimeError as error:
-        raise failure(MESSAGES, ranks, error, began) from error
+        raise failure(messages(), ranks, error, began) from error
 
 
 def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, group: Any) -> Pending:
@@ -271,7 +275,7 @@ def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks:
             at = len(works)
             works += dist.batch_isend_irecv([dist.P2POp(op, tensor, group=group, group_peer=peer, tag=number)])
     except RuntimeError as error:
-        raise failure(MESSAGES, ranks, PeerError(peers[at], str(error)), began) from error
+        raise failure(messages(), ranks, PeerError(peers[at], str(error)), began) from error
     return Pending(works, buffers, ranks, peers)
 
 

@@ -176,7 +176,8 @@ def _keys(by_row: Sequence[Tensor], batch: int) -> Tensor:
     """Increasing keys ``item * batch + row``, from the items of each batch row, or of all of them."""
     if len(by_row) == 1:
         by_row = [by_row[0]] * batch
-    return torch.cat([items.unique() * batch + row for row, items in enumerate(by_row)]).sort().values
+    keys = [items.unique() * batch + row for row, items in enumerate(by_row)]
+    return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *keys]).sort().values
 
 
 @dataclass(frozen=True)

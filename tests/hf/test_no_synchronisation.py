@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import seqpar
 import seqpar.hf
 from seqpar.hf import forward
+from seqpar.hf import loss as loss_of_ranks
 from seqpar.hf.batch import Cut, shard_for_rank
 
 from ..fake_cuda import fake_cuda
@@ -34,9 +35,10 @@ def test_a_model_and_its_loss_read_nothing_back(strategy: str) -> None:
         ids = torch.arange(131)[None]
         batch = {"input_ids": ids % 64, "labels": ids % 64, "position_ids": ids % 50}  # documents of 50 tokens
         local = shard_for_rank(batch, Cut(8, "zigzag"), dist.get_rank())
-        # Without gradients the loss is read to check it, and fake tensors have no subclasses for missing logits.
+        # Fake tensors have no subclasses for missing logits and for reduced losses.
         unread = mock.patch.multiple(forward, check_loss=mock.DEFAULT, MissingLogits=mock.DEFAULT)
-        with fake_cuda(), torch.no_grad(), unread:
+        unmarked = mock.patch.object(loss_of_ranks, "_note", lambda loss, _: loss)
+        with fake_cuda(), torch.no_grad(), unread, unmarked:
             with torch.device("cuda"):
                 model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
             with unset_fake_temporarily():  # the trial run reads values, once

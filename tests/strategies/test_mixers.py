@@ -236,7 +236,22 @@ def check_bits(group: ProcessGroup) -> None:
     assert all(torch.equal(d, y) for d, y in zip(grads, local, strict=True))
 
 
+@on_ranks
+def without_rows_or_gradients(group: ProcessGroup) -> None:
+    """A batch of no rows, and integers, of which none needs a gradient."""
+    sharding = Sharding(9, "zigzag", group=group)
+    empty, full = torch.zeros(0, sharding.seq_local, 4, 2), torch.arange(72).view(1, 9, 4, 2)
+    assert halo(lambda y: y[:, 1:], empty.requires_grad_(), 1, sharding=sharding).shape == empty.shape
+    assert by_heads(lambda _, y: y.cumsum(1), empty, sharding=sharding).shape == empty.shape
+    with pytest.raises(ValueError, match="no batch rows"):
+        by_states(linear_scan, linear_merge, linear_correct, (empty,) * 4, sharding=sharding)
+    local = sharding.shard(full.sin())
+    largest = by_heads(lambda _, y: y.argmax(-1, keepdim=True), local, sharding=sharding)  # int64
+    assert torch.equal(largest, local.argmax(-1, keepdim=True))
+
+
 def test_dtypes_of_one_message(pool: Pool) -> None:
+    pool.run(3, without_rows_or_gradients)
     pool.run(2, check_bits)
 
 
