@@ -25,7 +25,7 @@ from .streams import TransferStream, posting_stream
 _name: ContextVar[str | None] = ContextVar("operation", default=None)
 
 
-def messages() -> str:
+def name_of_messages() -> str:
     """The name of messages in errors."""
     return f"messages of {_name.get() or 'attention'}"
 
@@ -164,7 +164,7 @@ class Pending:
         try:
             for work in self._works:
                 if self._peers is None and self._buffers[0].device.type == "cpu":
-                    wait_in_parts(work, messages())
+                    wait_in_parts(work, name_of_messages())
                 else:
                     work.wait()
                 done += 1
@@ -179,7 +179,7 @@ class Pending:
                 raise
             assert self._ranks is not None
             cause = error if self._peers is None else PeerError(self._peers[done], str(error))
-            raise failure(messages(), self._ranks, cause, began) from error
+            raise failure(name_of_messages(), self._ranks, cause, began) from error
         if own_entry.written:
             own_entry.remove()
         if self._written is not None:
@@ -254,7 +254,7 @@ def start(
     except OutOfStepError:
         raise
     except RuntimeError as error:
-        raise failure(messages(), ranks, error, began) from error
+        raise failure(name_of_messages(), ranks, error, began) from error
 
 
 def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, group: Any) -> Pending:
@@ -275,7 +275,7 @@ def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks:
             at = len(works)
             works += dist.batch_isend_irecv([dist.P2POp(op, tensor, group=group, group_peer=peer, tag=number)])
     except RuntimeError as error:
-        raise failure(messages(), ranks, PeerError(peers[at], str(error)), began) from error
+        raise failure(name_of_messages(), ranks, PeerError(peers[at], str(error)), began) from error
     return Pending(works, buffers, ranks, peers)
 
 

@@ -145,9 +145,9 @@ class SequenceChunks:
     overlap: str = "ring"  # or "auto" or "none"
     float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
 
-    def call(self, name: str, x: Tensor, *weights: Tensor) -> AbstractContextManager[None]:
-        """In the block, the ranks exchange the messages of the operator ``name``."""
-        return call(self.group, name, self.total, x.shape[0], x.dtype.itemsize, *(w.shape[0] for w in weights))
+    def call(self, name: str, x: Tensor) -> AbstractContextManager[None]:
+        """In the block, the ranks exchange the messages of the operator ``name`` for ``x [b, ...]``."""
+        return call(self.group, name, self.total, x.shape[0], x.dtype.itemsize)
 
     @cached_property
     def size(self) -> int:

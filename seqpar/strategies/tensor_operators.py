@@ -135,7 +135,7 @@ def all_gather_linear(
 ) -> list[Tensor]:
     """``x [b, s, in]`` and ``weights [out_i, in]`` to ``[b, t, out_i]`` each."""
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
-    with chunks.call("all_gather_linear", x, *weights):
+    with chunks.call("all_gather_linear", x):
         outs: list[Tensor] = _algorithm(chunks, x, x.shape[2]).all_gather_linear(x.contiguous(), weights, chunks)
     return outs
 
@@ -158,7 +158,7 @@ def all_gather_linear_backward(
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     need_x, *need_weights = needed
     backward = _algorithm(chunks, x, x.shape[2]).all_gather_linear_backward
-    with chunks.call("all_gather_linear_backward", x, *weights):
+    with chunks.call("all_gather_linear_backward", x):
         dx, dweights = backward(douts, x.contiguous(), weights, chunks, need_x, need_weights)
     return [d.contiguous() for d in (dx, *dweights) if d is not None]
 
@@ -192,7 +192,7 @@ def linear_reduce_scatter(
 ) -> Tensor:
     """``x [b, t, in_local]`` and ``weight [out, in_local]`` to ``[b, tokens, out]``, summed over the ranks."""
     chunks = chunks_of(tokens, sharding, ranks, options, x.device)
-    with chunks.call("linear_reduce_scatter", x, weight):
+    with chunks.call("linear_reduce_scatter", x):
         y: Tensor = _algorithm(chunks, x, weight.shape[0]).linear_reduce_scatter(x.contiguous(), weight, chunks)
     return y.contiguous()
 
@@ -204,7 +204,7 @@ def linear_reduce_scatter_backward(
     """The gradients of ``x`` and ``weight``."""
     chunks = chunks_of(dout.shape[1], sharding, ranks, options, x.device)
     backward = _algorithm(chunks, x, weight.shape[0]).linear_reduce_scatter_backward
-    with chunks.call("linear_reduce_scatter_backward", x, weight):
+    with chunks.call("linear_reduce_scatter_backward", x):
         dx, dweight = backward(dout.contiguous(), x.contiguous(), weight, chunks)
     return dx.contiguous(), dweight.contiguous()
 
