@@ -344,6 +344,7 @@ KEPT: dict[str, str] = {
     "diffusers.trial": "Trial._orders",
     "hf.accelerate": "_maker",
     "hf.batch": "BatchShard",
+    "hf.forward": "_say_documents_are_apart",
     "hf.indexers": "indexer_runs _intervals",
     "hf.mixers": "_running",
     "hf.per_rank": "_Arguments.tensors _Arguments.values",

@@ -383,6 +383,8 @@ def shard_function(group: ProcessGroup, **changes: Any) -> Any:
     return shard
 
 
-def report_on(model: Any, batch: Any = "plain", sync: Any = None, shard: Any = None) -> seqpar.hf.VerificationReport:
+def report_on(
+    model: Any, batch: Any = "plain", sync: Any = None, shard: Any = None, ignore: Any = None
+) -> seqpar.hf.VerificationReport:
     batch = make_batch(batch) if isinstance(batch, str) else batch
-    return seqpar.hf.verify(model, batch, False, sync=sync, shard=shard)
+    return seqpar.hf.verify(model, batch, False, sync=sync, shard=shard, ignore=ignore)

@@ -102,7 +102,7 @@ def attend_after_error(group: ProcessGroup, case: Case) -> tuple[bool, list[Tens
         raised = False
         try:
             attend(group, case, with_error=True)
-        except PlantedError:
+        except (PlantedError, RuntimeError):  # also if another rank has left the call while this rank waited for it
             raised = True
         results = attend(group, case, with_error=False)
     return raised, results
