@@ -157,7 +157,7 @@ def alarm(seconds: float | None) -> Iterator[None]:
 def test_after_an_interrupt_steps_are_right_or_raise(own: OwnPool, shared_memory: bool) -> None:
     seed = random.randrange(1000)
     label = f"interrupts {shared_memory}"
-    by_rank = own.pool.run(3, interrupt_calls, own.port, label, seed, 6, shared_memory=shared_memory)
+    by_rank = own.pool.run(3, interrupt_calls, own.port, label, seed, 3, shared_memory=shared_memory)
     for trial in zip(*by_rank, strict=True):
         for first, last in trial:
             assert first != "wrong" and last == "right", (seed, trial)
@@ -237,7 +237,7 @@ def connect_without_files(pool_group: ProcessGroup, port: int, label: str, spare
 
 def test_a_rank_that_may_open_no_more_files(own: OwnPool) -> None:
     """All ranks take gloo, or all raise an error and then are right."""
-    for spare in (0, 4, 8, 40):
+    for spare in (0, 8):
         label = f"{spare} files"
         by_rank = own.pool.run(2, connect_without_files, own.port, label, spare, shared_memory=True)
         firsts, seconds, shares = zip(*by_rank, strict=True)
