@@ -163,7 +163,7 @@ def _by_ranks(
 ) -> dict[tuple[bool, ProcessGroup | None], Named]:
     """The trainable parameters, by the ranks that hold the same elements of them; None is this rank alone.
 
-    First the parameters that all ranks hold, then, with True, those of ``ignore`` that some ranks hold.
+    First the parameters that all ranks hold, then, with True, the parameters of ``ignore`` that some ranks hold.
     """
     check_module("module", module)
     ranks = all_ranks_group(mesh, group)
@@ -228,7 +228,7 @@ def _left_out(module: nn.Module) -> list[str]:
 
 def refuse_shards(module: nn.Module, ranks: ProcessGroup | None) -> None:
     """Raise if weights are used as shards on the ranks of a sequence, whose layers would add what belongs to different
-    tokens. Weights that ``fully_shard`` gathers, and those of tensor-parallel layers of this package, are right.
+    tokens. Weights that ``fully_shard`` gathers, and weights of this package's tensor-parallel layers, are right.
     """
     sharded = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
     if not sharded or size_of(ranks) == 1:
