@@ -79,9 +79,9 @@ def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
     return Link(ranks, memory, group, calls, calls.generation)
 
 
-def call(ranks: Ranks | None, name: str, *what: int) -> AbstractContextManager[None]:
+def call(ranks: Ranks | None, name: str, *what: int, goes_on: bool = False) -> AbstractContextManager[None]:
     """``waiting.call``; within ``without_messages`` there are no calls."""
-    return waiting.call(ranks if _sends_messages else None, name, *what)
+    return waiting.call(ranks if _sends_messages else None, name, *what, goes_on=goes_on)
 
 
 class Links(NamedTuple):

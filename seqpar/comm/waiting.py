@@ -74,13 +74,16 @@ def failure(what: str, ranks: Ranks, error: RuntimeError, began: float) -> Runti
     return RuntimeError(failed_wait(what, waited_for, seconds, closed))
 
 
-def call(ranks: Ranks | None, name: str, *what: int) -> AbstractContextManager[None]:
-    """In the block, ``ranks`` make one call together (see ``ranks/calls.py``). ``what`` is the same on every rank."""
+def call(ranks: Ranks | None, name: str, *what: int, goes_on: bool = False) -> AbstractContextManager[None]:
+    """In the block, ``ranks`` make one call together (see ``ranks/calls.py``). ``what`` is the same on every rank.
+
+    ``goes_on``: the block is a further part of their last call.
+    """
     if ranks is None or ranks.size() == 1:
         return nullcontext()
     group = parent_group(ranks)
     # Python's hash of a str differs from process to process; its hash of an int does not.
-    return calls_of(group).call(group, hash((zlib.crc32(name.encode()), *what)))
+    return calls_of(group).call(group, hash((zlib.crc32(name.encode()), *what)), goes_on)
 
 
 def run(collective: Callable[..., Any], *args: Any, group: ProcessGroup, **kwargs: Any) -> None:

@@ -142,7 +142,7 @@ class ContextParallelAttention(AttentionLayer):
         hidden, *weights = to_autocast_dtype(x, *weights)
         hidden = (with_gradient(hidden) if joins_backward else hidden).contiguous()
         chunks = chunks_of(*tokens, x.device)
-        with chunks.call("first step", hidden):
+        with chunks.call("all_gather_linear", hidden):
             x_chunks = chunks.receive_chunks(hidden.detach())
         q = queries()
         seed = None

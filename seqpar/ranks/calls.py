@@ -88,8 +88,11 @@ class Calls:
         return self.connections[key]
 
     @contextmanager
-    def call(self, group: ProcessGroup, what: int) -> Iterator[None]:
+    def call(self, group: ProcessGroup, what: int, goes_on: bool = False) -> Iterator[None]:
         """The messages that are started in the block belong to one call of ``group``. ``what`` is its checksum.
+
+        Args:
+            goes_on: the block is a further part of the last call.
 
         Raises:
             RuntimeError: another thread makes calls with the group, the process was forked from a rank, or the ranks
@@ -102,12 +105,15 @@ class Calls:
                 f"group: {self.unusable} has failed on this rank, so that the ranks may be in different operations of "
                 "the process group; end all process groups (destroy_process_group) and start them again"
             )
-        if self._running or self.left:  # an exception may also come between a call and its end, or while it is left
+        # An exception may also come between a call and its end, between its parts, or while it is left.
+        if self._running or self.left or (self.works and not goes_on):
             self.leave()
         self._running, self.left_by, outer, at = get_ident(), None, None, None
         try:
             outer = current.set(self)
-            self._number += 1
+            if not goes_on:
+                self._number += 1
+                self.greeted.clear()
             at = connecting.set((f"seqpar/left/{group.group_name}/{self._epoch}", self._number))
             if self.left:
                 self._meet(group)
@@ -122,7 +128,6 @@ class Calls:
             if at is not None:
                 connecting.reset(at)
             self.tag, self._running = _NO_CALL, 0
-            self.greeted.clear()
 
     def _check_thread(self) -> None:
         this = get_ident()

@@ -76,7 +76,7 @@ class GatheredAttention(torch.autograd.Function):
         """
         ctx.chunks, ctx.finish = chunks, finish
         with torch.autocast(x.device.type, enabled=False):
-            with chunks.call("project", x):
+            with chunks.call("all_gather_linear", x, goes_on=True):
                 projections = project(x_chunks, x, (k_weight, v_weight), chunks)
             k, v = finish(*projections, *parameters)
             del projections
@@ -94,7 +94,7 @@ class GatheredAttention(torch.autograd.Function):
         _, need_x, *need_weights = ctx.needs_input_grad[:4]
         with torch.autocast(x.device.type, enabled=False):
             full = x.new_empty(x.shape[0], chunks.total, x.shape[2])  # [b, t, hidden]
-            with chunks.call("project again", x):
+            with chunks.call("all_gather_linear_backward", x):
                 projections = project(chunks.receive_chunks(x), x, weights, chunks, full)
             k, v, gradients = differentiable(ctx.finish, *projections, *parameters)
             del projections
@@ -104,7 +104,7 @@ class GatheredAttention(torch.autograd.Function):
             del k, v
             douts = gradients(dk, dv)
             del dk, dv, gradients
-            with chunks.call("all_gather_linear_backward", x):
+            with chunks.call("all_gather_linear_backward", x, goes_on=True):
                 dx, dweights = all_gather_linear_backward(douts[:2], x, weights, chunks, need_x, need_weights, full)
         return dq, dx, *dweights, dsinks, *[None] * 5, *douts[2:]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -145,11 +145,12 @@ class SequenceChunks:
     overlap: str = "ring"  # or "auto" or "none"
     float32_gradients: bool = False  # with "ring": half-precision gradients of the input are summed and sent in float32
 
-    def call(self, name: str, x: Tensor) -> AbstractContextManager[None]:
-        """In the block, the ranks exchange the messages of the operator ``name`` for ``x [b, ...]``."""
-        if self.float32_gradients:  # compiled ranks may gather activations at other places among other calls
-            return nullcontext()
-        return call(self.group, name, self.total, x.shape[0], x.dtype.itemsize)
+    def call(self, name: str, x: Tensor, goes_on: bool = False) -> AbstractContextManager[None]:
+        """In the block, the ranks exchange the messages of the operator ``name`` for ``x [b, ...]``.
+
+        ``goes_on``: the block is a further part of the last call.
+        """
+        return call(self.group, name, self.total, x.shape[0], x.dtype.itemsize, goes_on=goes_on)
 
     @cached_property
     def size(self) -> int:
