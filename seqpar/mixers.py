@@ -277,7 +277,10 @@ def _check(named: dict[str, tuple[Tensor, ...]], sharding: Sharding, mask: Mask 
 
 
 def _link(sharding: Sharding, like: Tensor) -> tuple[Placement, Link | None]:
-    placement = sharding.place(_LOCAL if sharding.sequence_group is None else _ALL_TO_ALL)
+    if sharding.sequence_group is None:
+        placement = sharding.place(_LOCAL)
+    else:  # tokens that are sharded over tp too are shared by these ranks alike
+        placement = sharding.place(_ALL_TO_ALL, sharding.sequence_ranks)
     return placement, links_of(placement, like.device).ulysses
 
 

@@ -282,6 +282,11 @@ class Sharding(Opaque):
         """The number of ranks."""
         return size_of(self.sequence_group)
 
+    @cached_property
+    def sequence_ranks(self) -> ParallelContext:
+        """``sequence_group``, for ``place``: one dimension, also if the ranks are several dimensions of a mesh."""
+        return ParallelContext(None, self.sequence_group)
+
     @property
     def all_ranks(self) -> ProcessGroup | None:
         """The ranks whose mean loss is the objective: all ranks of the mesh, or the ranks of the sequence."""

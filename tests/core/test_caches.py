@@ -394,7 +394,8 @@ KEPT: dict[str, str] = {
     "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
     "sharding.same_rows": "_calls",
     "sharding.sharding": (
-        "Sharding._placements Sharding.chunks Sharding._tokens Sharding.lengths Sharding.checksum Sharding.seq_local"
+        "Sharding._placements Sharding.chunks Sharding._tokens Sharding.sequence_ranks Sharding.lengths "
+        "Sharding.checksum Sharding.seq_local"
     ),
     "sharding.spec": "AttentionSpec.slopes checksum _cached",
     "strategies.attend": "_HEADS",

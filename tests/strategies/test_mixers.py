@@ -21,7 +21,7 @@ from seqpar.mixers import by_heads, by_states, halo
 from seqpar.placement.layout import LAYOUTS, Layout, shard_positions
 
 from ..cases import Batch
-from ..pool import Pool, on_ranks
+from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_error
 from .test_bytes import Sent, watch
 
@@ -142,7 +142,11 @@ def check_case(group: ProcessGroup, case: Case) -> list[tuple[float, float]]:
     expected = result(case, case.reference(*tensors), tensors)
     one = [x.detach().to(case.dtype).requires_grad_() for x in tensors]
     alone = result(case, case.reference(*one).double(), one)
-    sharding = Sharding(case.seq_len, case.layout, group=group)
+    if case.how in ("tp", "tp_sp"):  # tokens are sharded over the ring, or over the ring and tp
+        strategy = "tp_sp" if case.how == "tp_sp" else None
+        sharding = Sharding(case.seq_len, case.layout, mesh=mesh_of(1, 2, 1, group.size() // 2), strategy=strategy)
+    else:
+        sharding = Sharding(case.seq_len, case.layout, group=group)
     local = [x.detach().to(case.dtype).requires_grad_() for x in tensors]
 
     def run(*x: Tensor) -> Tensor:
@@ -190,6 +194,12 @@ def test_equal_to_one_process(batch: Batch, world: int) -> None:
     # Uneven heads, heads of k that are shared or read unevenly, fewer heads than ranks.
     cases += [Case("by_heads", "zigzag", heads=heads) for heads in ((5, 5), (6, 2), (3, 1), (10, 5), (1, 1), (2, 2))]
     batch.check(world, check_case, cases, agree)
+
+
+def test_tokens_that_are_sharded_over_tp(batch: Batch) -> None:
+    """With ``strategy="tp_sp"`` a mixer's ranks are those of the ring and of tp; without it, those of the ring."""
+    cases = [Case(mixer, "zigzag", 21, ((5,), (8, 16)), how=how) for mixer, how in product(MIXERS, ("tp", "tp_sp"))]
+    batch.check(8, check_case, [*cases, Case("halo", "striped", 21, how="tp_sp")], agree)
 
 
 def test_equal_through_shared_memory(batch: Batch) -> None:
