@@ -419,7 +419,7 @@ def dense_gradients(
     """Forward and backward of ``dense_attention``.
 
     Args:
-        q, k, v, visible, sinks, dtype, options: as for ``dense_attention``.
+        q, k, v, visible, sinks, dtype, options: as in ``dense_attention``.
         dout: the gradient of ``out``.
         dlse: the gradient of ``lse``. It is ignored where ``lse`` is -inf.
 

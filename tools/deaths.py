@@ -201,7 +201,7 @@ def _fork(body: Callable[[], None], pipe: int) -> int:
 
 
 def _outcomes(case: Case, began: int, ends: list[int]) -> Iterator[Outcome]:
-    """The outcome of each rank but the victim, from the pipe of the fault and those of the ranks."""
+    """The outcome of each rank but the victim, from the pipe of the fault and the pipes of the ranks."""
     survivors = {ends[rank]: rank for rank in range(RANKS) if rank != case.victim}
     if not select.select([began], [], [], 30.0)[0]:
         return

@@ -250,7 +250,7 @@ def table() -> Iterator[tuple[str, str, tuple[int, int], torch.dtype]]:
         dtype = torch.bfloat16 if size == 2 else torch.float32
         for kernel in _KERNELS:
             for dims in _COMPILED:
-                if size == 4 and (max(dims) > 256 or dims == (192, 128)):  # no tiles, and those of 256
+                if size == 4 and (max(dims) > 256 or dims == (192, 128)):  # no tiles, and the tiles of 256
                     continue
                 if entry(architecture, kernel, dims[0], dtype, v_head_dim=dims[1]) is not None:
                     yield architecture, kernel, dims, dtype

@@ -197,7 +197,7 @@ class Keys(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """``count`` tiles from ``start``, leaving out those of ``[skip_from, skip_to)``."""
+    """``count`` tiles from ``start``, leaving out the tiles ``[skip_from, skip_to)``."""
 
     start: tl.tensor
     count: tl.tensor

@@ -349,7 +349,7 @@ class BatchSpec:
             if ids.dim() != 2 or ids.shape[1] != self.seq_len or ids.shape[0] not in (1, self.rows):
                 raise ValueError(
                     f"position_ids: shape {tuple(ids.shape)}; expected {self.rows, self.seq_len} "
-                    "(several ids per token, as for images, are not supported)"
+                    "(several ids per token, which image models have, are not supported)"
                 )
             ids = ids.expand(self.rows, -1)
         if boundaries:

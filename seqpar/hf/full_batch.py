@@ -226,7 +226,7 @@ def has_more_than_text(kwargs: dict[str, Any]) -> bool:
         if not (name in _TEXT_INPUTS or x is None or is_scalar):
             return True
     ids = kwargs.get("position_ids")
-    if isinstance(ids, Tensor) and ids.dim() == 3:  # several ids per token, as for images
+    if isinstance(ids, Tensor) and ids.dim() == 3:  # several ids per token: images
         return True
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 

@@ -438,7 +438,7 @@ class _Layer:
         width, count = min(sizes) / self.hidden, sum(sizes) / max(1, min(sizes))
         if count not in (2, 3) or not width or width != int(width):
             shapes = ", ".join(str(tuple(w.shape)) for w in matrices)
-            raise ValueError(f"model: {self.name} has matrices of {shapes} besides attention: not those of an MLP")
+            raise ValueError(f"model: {self.name} has matrices of {shapes} besides attention, which no MLP has")
         return int(width), count == 3
 
 

@@ -139,8 +139,8 @@ class Sharding(Opaque):
         Args:
             lengths: tokens of each stream. They need not divide by anything, and may be 0.
             layout: how each stream is divided: "contiguous" or "zigzag".
-            mesh: as for ``Sharding``.
-            group: as for ``Sharding``.
+            mesh: the mesh of the ranks, as in ``Sharding``.
+            group: the ranks, as in ``Sharding``.
 
         Raises:
             TypeError: ``lengths`` is no list of ints.
@@ -426,7 +426,7 @@ class Sharding(Opaque):
     def report(self, mask: Mask | Mapping[Mask, int], token_bytes: int = TOKEN_BYTES) -> str:
         """A table of each rank's tokens, the visible pairs of its queries, and the bytes that it receives.
 
-        The bytes are those of k and v in the forward of ``strategy="ring"`` with all ranks on one host. Ranks of the
+        The bytes are k and v in the forward of ``strategy="ring"`` with all ranks on one host. Ranks of the
         mesh's ulysses dimension, and of tp with ``strategy="tp_sp"``, divide the pairs and the bytes of their tokens.
 
         Args:

@@ -182,7 +182,7 @@ def test_transfers_wait_for_nothing_but_their_keys() -> None:
             # From the fifth on, the memory of the step four before is used again. No later kernel is waited for.
             assert [transfer.is_after(kernel) for kernel in kernels] == [i > 4 and j <= i - 4 for j in range(WORLD)]
         early = transfers[len(forward_transfers) : len(forward_transfers) + 3]
-        for transfer in early:  # the keys of backward are those of forward
+        for transfer in early:  # backward sends the keys of forward
             assert not transfer.is_after(before_backward) and not transfer.is_after(after)
             assert not backward[0].is_after(transfer)
 
@@ -238,7 +238,7 @@ def test_kernels_do_not_wait_for_other_hosts() -> None:
 
 
 def test_restored_tensors_are_sent_when_they_are_there() -> None:
-    """Checkpoints and offloading give backward other tensors than those of forward."""
+    """Checkpoints and offloading give backward other tensors than forward had."""
     with one_rank(WORLD) as simulator:
         attend(simulator, layers=1, restored=True, strategy="ring")
         gradients, before_backward = simulator.named("gradients"), simulator.named("before backward")

@@ -36,7 +36,7 @@ def test_dense_is_the_definition(problem: tuple[Rules, int]) -> None:
 
 @given(rules_and_length(), st.data())
 def test_intervals_at_any_positions(problem: tuple[Rules, int], data: st.DataObject) -> None:
-    """Asked for the positions of one rank only, a mask answers as for the whole sequence."""
+    """Asked for the positions of one rank only, a mask gives the same answer as for the whole sequence."""
     drawn, seq_len = problem
     expected = visible_pairs(drawn, seq_len)
     chosen = torch.tensor(data.draw(st.lists(st.integers(0, seq_len - 1), unique=True).map(sorted)), dtype=torch.int64)

@@ -25,7 +25,7 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_layout_divides_the_row(layouts: Any) -> None:
-    """And the rows that are counted are those of the schedule that would be executed."""
+    """And the rows that are counted are the rows that the executed schedule sends."""
     edges = layouts.boundaries("midtrain", 1 << 14, 0)
     for name, make in layouts.LAYOUTS.items():
         shards = make(edges, 8)

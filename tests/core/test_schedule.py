@@ -140,7 +140,7 @@ def test_rows_are_selected_by_few_operators(spans: int) -> None:
     rows = torch.cat([torch.arange(start, stop) for start, stop in selection.spans])
     x = torch.randn(2, 3, 5 * spans + 1, 2, 4)
     values, target = torch.randn(2, 3, len(rows), 2, 4), x.clone()
-    selection.index(CPU)  # cached, as for the next layer
+    selection.index(CPU)  # cached for the next layer
     with Operators() as taken:
         selection.copy_to([values], [x])
     with Operators() as added:
@@ -279,7 +279,7 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
         assert sent == list(full.by_rank[rank].kv)
         for chunk in chunks:
             assert len(chunks) == 1 or chunk.by_rank[rank].kv_index() is None  # equal groups
-    # In a hybrid K/V are still to be sent around the ring: no chunk may reuse those of another.
+    # In a hybrid K/V are still to be sent around the ring: no chunk may reuse the K/V of another.
     assert ring == 1 or all(chunk.has_kv for chunk in chunks)
     divide = kv_heads % ranks == 0 or (kv_heads * q_per_kv % ranks == 0 and ranks % kv_heads == 0)
     alone = kv_heads * q_per_kv == ranks or (ring > 1 and kv_heads <= ranks)

@@ -162,7 +162,7 @@ def test_a_spawned_worker_has_the_tokens_of_the_rank_that_started_it(monkeypatch
         for name, message in found.items():
             assert name in message and "nothing" not in message, (name, message)
         assert copy.copy(sharding) is sharding
-        pickled = pickle.loads(pickle.dumps(sharding))  # as for another rank
+        pickled = pickle.loads(pickle.dumps(sharding))  # as if sent to another rank
         for call in (pickled.positions, lambda: pickled.lengths, lambda: seqpar.shard(positions, 0, sharding=pickled)):
             assert "which has process groups of its own; make a seqpar.Sharding" in message_of(call)
         explicit = pickle.loads(pickle.dumps(Sharding.balanced(Mask.causal(), 23, ranks=4, rank=2)))

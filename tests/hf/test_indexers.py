@@ -106,7 +106,7 @@ def all_keys(group: ProcessGroup, topk: int) -> float:
 
 
 def test_all_keys_chosen(pool: Pool) -> None:
-    """The attention of a model whose ``index_topk`` is longer than its rows is that of a model without an indexer."""
+    """A model whose ``index_topk`` is longer than its rows attends as a model without an indexer."""
     model = model_of(DEEPSEEK, index_topk=64, index_n_heads=16)
     for layer in model.model.layers:
         layer.self_attn.indexer = AllKeys()

@@ -215,7 +215,7 @@ def rounded(model: Any, step: Callable[[], float]) -> Result:
     """The result of a step on one device, and its rounding.
 
     Args:
-        model: the model, whose gradients afterwards are those of the step.
+        model: the model, which has the gradients of the step afterwards.
         step: computes the gradients and returns the loss. It is called a second time with weights that are changed by
             one unit in the last place.
     """

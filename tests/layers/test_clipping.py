@@ -1,4 +1,4 @@
-"""``clip_grad_norm_``: the norm and the training steps are those of one device under every strategy."""
+"""``clip_grad_norm_``: the norm and the training steps are one device's under every strategy."""
 
 from __future__ import annotations
 

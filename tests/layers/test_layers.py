@@ -78,7 +78,7 @@ class Case:
         return tensors
 
     def state(self) -> dict[str, Tensor]:
-        """Random weights; those of norms are around 1."""
+        """Random weights; the weights of norms are around 1."""
         generator = torch.Generator().manual_seed(2)
         return {
             name: (0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64) + ("norm" in name)).to(p.dtype)

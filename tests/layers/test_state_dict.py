@@ -116,7 +116,7 @@ def save_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None:
 
 @on_ranks
 def resume_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None:
-    """Compare the weights and moments with those of one device."""
+    """Compare the weights and moments with one device's."""
     local, model = Transformer(), model_on(tp, fsdp)
     expected, optimizer = trained(local), torch.optim.AdamW(model.parameters(), lr=0.1)
     for p in model.parameters():

@@ -64,7 +64,7 @@ OVERLAPPED = [case for case in CASES if case.overlap == "ring"]
 
 
 def check_gradients(parallel: nn.Module, local: nn.Module) -> None:
-    """Compare the gradients of ``parallel``, DTensors where its weights are, with those of ``local``."""
+    """Compare the gradients of ``parallel``, DTensors where its weights are, with the gradients of ``local``."""
     expected = dict(local.named_parameters())
     for name, p in parallel.named_parameters():
         assert p.grad is not None, name
@@ -97,7 +97,7 @@ def compare_with_local(case: Case, seq_len: int, **where: Any) -> None:
     sharded: dict[str, Any] = {"layout": layout, "strategy": "tp_sp", **where}
     x_local = seqpar.shard(x.detach(), **sharded).requires_grad_()
     y_local = parallel(x_local, mask=mask)
-    y_local.backward(ranks * seqpar.shard(dy, **sharded))  # the mean over the ranks is that of all tokens
+    y_local.backward(ranks * seqpar.shard(dy, **sharded))  # the mean over the ranks is the mean over all tokens
     seqpar.sync_gradients(parallel, **where)
     assert x.grad is not None and x_local.grad is not None
     assert_close(seqpar.unshard(y_local.detach(), **sharded), y.detach(), torch.float64, "output")

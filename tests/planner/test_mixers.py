@@ -93,7 +93,7 @@ def transformers_config(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_weights_are_those_of_transformers(kind: str) -> None:
-    """All; besides norms, biases and routers those of matrices; the same from the config object and its entries."""
+    """All weights, and the weights of matrices without routers; the same from the config object and its entries."""
     config = transformers_config(kind)
     with torch.device("meta"):
         model = sys.modules["transformers"].AutoModelForCausalLM.from_config(config)
@@ -390,10 +390,10 @@ def test_an_indexer_limits_the_pairs_of_attention() -> None:
         (
             "minimax",
             {"layer_types": ["linear_attention", "full_attention"] * 2, **EXPERTS, "num_local_experts": 4},
-            "layer 'model.layers.0' .MiniMaxDecoderLayer. has matrices of .* besides attention: not those of an MLP",
+            "layer 'model.layers.0' .MiniMaxDecoderLayer. has matrices of .* besides attention, which no MLP has",
         ),
         ("albert", {"embedding_size": 64}, "layers that share their weights"),
-        ("nemotron_h", {**CONFIGS["nemotron_h"], "moe_latent_size": 8}, "besides attention: not those of an MLP"),
+        ("nemotron_h", {**CONFIGS["nemotron_h"], "moe_latent_size": 8}, "besides attention, which no MLP has"),
         ("qwen3_next", {**DELTA, "linear_key_head_dim": None}, "linear_key_head_dim"),
         ("gemma4_text", {"global_head_dim": 32}, "layers that differ in their attention|besides attention"),
     ],

@@ -145,7 +145,7 @@ def test_models_by_name_are_counted() -> None:
         assert replace(counted(table[name][1]), name=name) == MODELS[name]
 
 
-# With the default configuration of each type: experts, those of a token, the width of the shared ones; the width of
+# With the default configuration of each type: experts, experts of a token, the width of the shared ones; the width of
 # dense MLPs; the layers that have them; whether MLPs have a gate; whether the head has the embedding's weight; the
 # window and the layers that have it; whether attention is causal.
 DEFAULTS: dict[str, tuple[Any, ...]] = {

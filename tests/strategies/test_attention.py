@@ -109,7 +109,7 @@ def attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def attend(case: Case, positions: Tensor, **where: Any) -> Results:
-    """One rank's shard of the results: those of the tokens at ``positions``."""
+    """One rank's shard of the results: the tokens at ``positions``."""
     tensors = case.problem.tensors()
     leaves = {name: tensors[name][:, positions].clone().requires_grad_() for name in ("q", "k", "v")}
     extra = {"alibi_slopes": tensors["alibi_slopes"]} if "alibi_slopes" in tensors else {}
@@ -173,7 +173,7 @@ def unshard(case: Case, shards: list[Results]) -> Results:
 
 
 def verify_group(case: Case, shards: list[Results]) -> None:
-    """Compare the results of one sequence group with those of one device."""
+    """Compare the results of one sequence group with one device's."""
     problem, got = case.problem, unshard(case, shards)
     for name, expected in solve(problem).items():
         dtype = problem.dtype

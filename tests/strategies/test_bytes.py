@@ -89,7 +89,7 @@ class Sent:
     Attributes:
         traced: bytes that ``seqpar.trace`` counts.
         handed_over: payload bytes handed to torch.distributed for other ranks.
-        p2p: those of them that are sent point to point: the ring's.
+        p2p: the bytes of ``handed_over`` that are sent point to point, by the ring.
         steps: steps in which the rank receives keys.
     """
 
@@ -244,7 +244,7 @@ def test_ulysses_with_few_kv_heads(batch: Batch, world: int) -> None:
 
 @pytest.mark.parametrize(("world", "size"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.slow)])
 def test_hybrid(batch: Batch, world: int, size: int) -> None:
-    """The bytes of Ulysses inside the subgroups, and those of a ring across them with 1/size of the heads."""
+    """The bytes of Ulysses inside the subgroups, and the bytes of a ring across them with 1/size of the heads."""
     heads = ((8, torch.float32), (8, torch.bfloat16), (size, torch.float32))
     cases = [
         Case({**options, "ulysses_size": size}, layout=layout, kv_heads=kv_heads, dtype=dtype)

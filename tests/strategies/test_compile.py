@@ -331,7 +331,7 @@ DROPOUT += [("tp_sp", 2, "plain"), ("activations", 2, "checkpoint")]
 
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
 def test_compiled_dropout_draws_one_seed(pool: Pool, strategy: str, ranks: int, how: str) -> None:
-    """The mask is that of eager code, in forward and in backward, also where backward computes the graph again."""
+    """The mask is eager code's, in forward and in backward, also where backward computes the graph again."""
     pool.run(ranks, compare_dropout, strategy, how, deadline_s=100.0)
 
 

@@ -224,7 +224,7 @@ def test_autocast(pool: Pool) -> None:
 
 @on_ranks
 def frozen_parts(group: ProcessGroup, frozen: tuple[str, ...]) -> None:
-    """Gradients of the rest are those of a layer in which nothing is frozen."""
+    """The other gradients are equal to the gradients of a layer in which nothing is frozen."""
     case = Case(RULES[0], "striped", (6, 2), ALL_OPTIONS)
     sharding = Sharding(case.seq_len, case.layout, group=group)
     layer = case.make(**ACTIVATIONS)

@@ -107,14 +107,14 @@ def joined_bytes(group: ProcessGroup, overlap: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("overlap", ["ring", "none"])
 def test_backward_does_not_join_whole_activations(pool: Pool, overlap: str) -> None:
-    """At most those of one rank's tokens."""
+    """At most the activations of one rank's tokens."""
     for joined, whole in pool.run(4, joined_bytes, overlap):
         assert joined <= whole // 4
 
 
 @on_ranks
 def gradients_of_two_projections(group: ProcessGroup, overlap: str, frozen: bool) -> list[Tensor | None]:
-    """The gradients of this rank's x and of its two weights in bfloat16, and those of one device in float64."""
+    """The gradients of this rank's x and of its two weights in bfloat16, and one device's in float64."""
     torch.manual_seed(2)
     ranks = group.size()
     x, dout = torch.randn(1, 24, 16).bfloat16(), torch.randn(2, 1, 24, 8 * ranks).bfloat16()

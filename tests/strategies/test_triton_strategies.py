@@ -1,6 +1,6 @@
 """Strategies with the Triton backend in Triton's interpreter on two processes, which carry results between steps.
 
-Expected values are those of ``strategy="local"`` in float64, which the reference backend computes.
+Expected values come from ``strategy="local"`` in float64, which the reference backend computes.
 ``tests/kernels/test_triton_kernels.py`` starts a process with TRITON_INTERPRET=1 for these tests.
 """
 
