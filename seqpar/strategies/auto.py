@@ -58,7 +58,8 @@ def fastest(
         ranks: the number of ranks that the sequence is sharded over.
         per_host: how many consecutive ranks share a host.
     """
-    heads, kv_heads = index(heads), index(kv_heads)  # torch.compile may have turned them into variables
+    # torch.compile may have turned them into variables, also the hosts, which the first attention may find out.
+    heads, kv_heads, ranks, per_host = index(heads), index(kv_heads), index(ranks), index(per_host)
     if ranks == 1 or (is_local and layout not in ("striped", "assigned")):
         return "ring", {}
     if ranks == 2 and layout != "contiguous":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar.placement.layout import LAYOUTS, Layout
+from seqpar.ranks import mesh
 
 from ..hosts import hosts_of
 from ..planner.test_rules import one_device
@@ -190,6 +192,46 @@ def compiled_on_hosts(group: ProcessGroup, per_host: int) -> tuple[list[str], in
 @pytest.mark.parametrize(("per_host", "comm", "steps"), [(0, "all_gather", 3), (2, "p2p", 9)])
 def test_compiled_code_goes_by_the_hosts(pool: Pool, per_host: int, comm: str, steps: int) -> None:
     assert pool.run(4, compiled_on_hosts, per_host) == [([comm, comm], steps)] * 4
+
+
+@on_ranks
+def compiled_before_the_hosts_are_known(group: ProcessGroup) -> list[list[int]]:
+    """The messages of "auto" in two steps, of which the first finds out the hosts; each compiled, and then not.
+
+    A window takes a ring, which needs the hosts. Only rank 1 has another number of tokens in the second step.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    window, causal = seqpar.Mask.sliding_window(5), seqpar.Mask.causal()
+    found = []
+
+    def step(q: torch.Tensor, k: torch.Tensor, sharding: seqpar.Sharding) -> torch.Tensor:
+        out = seqpar.attention(q, k, k, strategy="auto", mask=window, sharding=sharding)
+        return seqpar.attention(out, k, k, strategy="auto", mask=causal, sharding=sharding)
+
+    with pytest.MonkeyPatch.context() as patch, mock.patch.dict(mesh._hosts, clear=True):
+        patch.setenv("SEQPAR_HOST", "ab"[group.rank() // 2])
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for tokens in (33, 34):
+            sharding = seqpar.Sharding(tokens, "contiguous", group=group)
+            q, k = (torch.randn(1, tokens, heads, 8, dtype=torch.float64) for heads in (4, 2))
+            want = q
+            for mask in (window, causal):
+                want = seqpar.attention(want, k, k, strategy="local", mask=mask, layout="contiguous")
+            messages = []
+            for run in (compiled, step):
+                with seqpar.trace() as t:
+                    out = run(sharding.shard(q), sharding.shard(k), sharding)
+                assert_close(out, sharding.shard(want))
+                messages.append(t.messages)
+            found.append(messages)
+    return found
+
+
+@pytest.mark.slow
+def test_compiled_code_learns_the_hosts(pool: Pool) -> None:
+    for first, second in pool.run(4, compiled_before_the_hosts_are_known):
+        assert first[1] == second[0] == second[1]  # not the messages of the first step, which took all for one host
 
 
 def test_a_layer_says_only_what_it_was_given() -> None:
