@@ -11,7 +11,7 @@ vocabulary, d hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -74,6 +74,14 @@ def check_ids(name: str, ids: Tensor, num_embeddings: int, ignore_index: int | N
         raise ValueError(f"{name}: {int(ids[outside][0])} lies outside the vocabulary; expected {allowed}")
 
 
+def check_label_smoothing(label_smoothing: float) -> None:
+    """Raise unless it is a share of the label, as ``F.cross_entropy`` takes."""
+    if isinstance(label_smoothing, bool | Tensor) or not isinstance(label_smoothing, int | float | torch.SymFloat):
+        raise TypeError(f"label_smoothing={label_smoothing!r}: expected a number, got {type(label_smoothing).__name__}")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={label_smoothing}: expected a number from 0 to 1")
+
+
 def check_labels(labels: Tensor, x: Tensor, num_embeddings: int, ignore_index: int) -> None:
     """Raise unless ``labels`` are ids of the vocabulary, one for each token of ``x [b, s, d]``."""
     check_ids("labels", labels, num_embeddings, ignore_index)
@@ -105,12 +113,15 @@ class VocabPart(Opaque):
     start: int
     size: int
     ignore_index: int = IGNORE_INDEX
+    label_smoothing: float = 0.0
 
     @staticmethod
-    def of_rank(total: int, group: ProcessGroup | None, ignore_index: int = IGNORE_INDEX) -> VocabPart:
+    def of_rank(
+        total: int, group: ProcessGroup | None, ignore_index: int = IGNORE_INDEX, label_smoothing: float = 0.0
+    ) -> VocabPart:
         """This rank's part of a vocabulary that is sharded over ``group``."""
         entries = chunk_range(total, size_of(group), rank_in(group))
-        return VocabPart(total, entries.start, len(entries), ignore_index)
+        return VocabPart(total, entries.start, len(entries), ignore_index, label_smoothing)
 
     def index(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The indices of the labels in this rank's part, and whether they are in it, ``[..., 1]`` each."""
@@ -121,7 +132,8 @@ class VocabPart(Opaque):
     def statistics(self, logits: Tensor, labels: Tensor) -> list[Tensor]:
         """Row maximum, sum of ``exp(logit - maximum)`` and target logit of this rank's logits ``[..., v]``.
 
-        ``logits`` are overwritten by ``exp(logit - maximum)``.
+        With label smoothing, the target logit is the mean of the logits, weighted by the smoothed label. ``logits`` are
+        overwritten by ``exp(logit - maximum)``.
         """
         if not self.size:  # more ranks than entries
             zeros = logits.new_zeros(labels.shape)
@@ -129,6 +141,8 @@ class VocabPart(Opaque):
         index, is_local = self.index(labels)
         row_max = logits.amax(-1)
         target = (logits.gather(-1, index) * is_local)[..., 0]
+        if self.label_smoothing:
+            target = (1 - self.label_smoothing) * target + self.label_smoothing / self.total * logits.sum(-1)
         return [row_max, logits.sub_(row_max[..., None]).exp_().sum(-1), target]
 
     @operation(_NAME)
@@ -141,10 +155,12 @@ class VocabPart(Opaque):
         return (lse - target).masked_fill(labels == self.ignore_index, 0), lse
 
     def subtract_targets(self, probs: Tensor, labels: Tensor) -> None:
-        """Subtract 1 from the probability of each row's label, in place."""
+        """Subtract the smoothed label of each row from its probabilities, in place."""
         if self.size:
             index, is_local = self.index(labels)
-            probs.scatter_add_(-1, index, -is_local.to(probs.dtype))
+            probs.scatter_add_(-1, index, (self.label_smoothing - 1) * is_local.to(probs.dtype))
+        if self.label_smoothing:
+            probs.sub_(self.label_smoothing / self.total)
 
 
 @operation("ids of a sharded vocabulary")
@@ -224,7 +240,13 @@ class _Embedding(torch.autograd.Function):
     autograd=lambda *args: _CrossEntropy.apply(*args),
 )
 def vocab_cross_entropy(
-    logits: Tensor, labels: Tensor, num_embeddings: int, ignore_index: int, sharding: Sharding, options: ChunkOptions
+    logits: Tensor,
+    labels: Tensor,
+    num_embeddings: int,
+    ignore_index: int,
+    label_smoothing: float,
+    sharding: Sharding,
+    options: ChunkOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``log(sum(exp(logits))) - logits[label]``, with softmax statistics all-reduced over the vocabulary's parts.
 
@@ -234,7 +256,7 @@ def vocab_cross_entropy(
     """
     check_ids("labels", labels, num_embeddings, ignore_index)
     group = tensor_group(sharding.mesh, sharding.group)
-    part = VocabPart.of_rank(num_embeddings, group, ignore_index)
+    part = VocabPart.of_rank(num_embeddings, group, ignore_index, label_smoothing)
     check_logits(logits, labels, part)
     lengths = lengths_of(labels.shape[1], sharding, group, options)
     if logits.shape[1] != sum(lengths):
@@ -252,11 +274,17 @@ def vocab_cross_entropy(
 
 @operator(fake=lambda dlosses, probs, *_: probs.new_empty(probs.shape))
 def vocab_cross_entropy_backward(
-    dlosses: Tensor, probs: Tensor, all_labels: Tensor, num_embeddings: int, ignore_index: int, sharding: Sharding
+    dlosses: Tensor,
+    probs: Tensor,
+    all_labels: Tensor,
+    num_embeddings: int,
+    ignore_index: int,
+    label_smoothing: float,
+    sharding: Sharding,
 ) -> Tensor:
     """The gradient of the logits ``[b, t, v]``, from ``dlosses [b, t]`` of every rank."""
     group = tensor_group(sharding.mesh, sharding.group)
-    part = VocabPart.of_rank(num_embeddings, group, ignore_index)
+    part = VocabPart.of_rank(num_embeddings, group, ignore_index, label_smoothing)
     with operation(f"the backward of {_NAME}"):
         dlosses = all_reduce(dlosses.masked_fill(all_labels == ignore_index, 0), group)  # every rank holds the losses
     dlogits = probs.clone()
@@ -271,13 +299,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(probs, all_labels)
         ctx.mark_non_differentiable(probs)
         ctx.set_materialize_grads(False)
-        ctx.constants = constants[:3]
+        ctx.constants = constants[:4]
         return losses, probs, all_labels
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor, *_: Any) -> tuple[Any, ...]:
-        return vocab_cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.constants), *[None] * 5
+        return vocab_cross_entropy_backward(dlosses, *ctx.saved_tensors, *ctx.constants), *[None] * 6
 
 
 # The cross-entropy of hidden states, whose logits exist for some tokens at a time
@@ -296,6 +324,7 @@ def vocab_linear_cross_entropy(
     bias: Tensor | None,
     labels: Tensor,
     chunk_tokens: int,
+    label_smoothing: float,
     part: VocabPart,
     sharding: Sharding,
     ranks: ParallelContext,
@@ -317,6 +346,7 @@ def vocab_linear_cross_entropy(
         The losses, the log-sum-exp of the logits and the labels of all tokens, ``[b, t]`` each.
     """
     check_labels(labels, x, part.total, part.ignore_index)
+    part = replace(part, label_smoothing=label_smoothing)
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     all_labels = _gather_ids(labels, chunks.rows.lengths, chunks.group)
     batch, total = all_labels.shape
@@ -347,12 +377,14 @@ def vocab_linear_cross_entropy_backward(
     lse: Tensor,
     needed: Sequence[bool],
     chunk_tokens: int,
+    label_smoothing: float,
     part: VocabPart,
     sharding: Sharding,
     ranks: ParallelContext,
     options: ChunkOptions,
 ) -> list[Tensor]:
     """The gradients of ``x``, ``weight`` and ``bias`` that are ``needed``, from ``dlosses [b, t]`` of every rank."""
+    part = replace(part, label_smoothing=label_smoothing)
     chunks = chunks_of(x.shape[1], sharding, ranks, options, x.device)
     need_x, need_weight, need_bias = needed
     with operation(f"the backward of {_NAME}"):  # every rank holds the losses
@@ -412,7 +444,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dlosses: Tensor, *_: Any) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad[:3]
         results = iter(vocab_linear_cross_entropy_backward(dlosses, *ctx.saved_tensors, needed, *ctx.constants))
-        return *(next(results) if need else None for need in needed), *[None] * 6
+        return *(next(results) if need else None for need in needed), *[None] * 7
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,6 +26,7 @@ from .sharded_vocab import (
     VocabPart,
     check_float_tensor,
     check_ids,
+    check_label_smoothing,
     check_labels,
     check_logits,
     vocab_cross_entropy,
@@ -137,6 +138,7 @@ class VocabParallelHead(ShardedLinear):
         sharding: Sharding | None = None,
         *,
         ignore_index: int = IGNORE_INDEX,
+        label_smoothing: float = 0.0,
         chunk_tokens: int | None = None,
     ) -> Tensor:
         """The logits, or the loss if there are labels.
@@ -149,6 +151,7 @@ class VocabParallelHead(ShardedLinear):
             labels: int64 ``[batch, seq]`` of this rank's tokens, already shifted.
             sharding: how the tokens are sharded; without it, the ranks first tell each other their lengths.
             ignore_index: the label of tokens without loss.
+            label_smoothing: as in ``F.cross_entropy``; it has no effect without labels.
             chunk_tokens: with labels, how many tokens have logits at a time; by default as many as fit into 128 MiB in
                 float32.
 
@@ -161,10 +164,11 @@ class VocabParallelHead(ShardedLinear):
             check_hidden(x_local, self.in_features, self)
             if labels is not None:
                 check_labels(labels, x_local, self._part.total, ignore_index)
+                check_label_smoothing(label_smoothing)
                 self._tokens_at_a_time(chunk_tokens)
             return HiddenHeader.of(x_local)
 
-        compute = partial(self._compute, x_local, labels, ignore_index, chunk_tokens)
+        compute = partial(self._compute, x_local, labels, ignore_index, label_smoothing, chunk_tokens)
         return with_sharding(compute, sharding, header, self._parallel_context)
 
     def _compute(
@@ -172,6 +176,7 @@ class VocabParallelHead(ShardedLinear):
         x: Tensor,
         labels: Tensor | None,
         ignore_index: int,
+        label_smoothing: float,
         chunk_tokens: int | None,
         sharding: Sharding,
         lengths: tuple[int, ...] | None,
@@ -185,7 +190,8 @@ class VocabParallelHead(ShardedLinear):
         x, weight = to_autocast_dtype(x, self.local_weight("weight"))
         # torch.compile may have made ignore_index a variable.
         part = VocabPart(self._part.total, self._part.start, self._part.size, index(ignore_index))
-        constants = self._tokens_at_a_time(chunk_tokens), part, sharding, ranks, ChunkOptions("ring", lengths=lengths)
+        smoothed = self._tokens_at_a_time(chunk_tokens), float(label_smoothing)
+        constants = *smoothed, part, sharding, ranks, ChunkOptions("ring", lengths=lengths)
         loss: Tensor = vocab_linear_cross_entropy(x, weight, self.local_weight("bias"), labels, *constants)[0]
         return loss
 
@@ -221,7 +227,7 @@ def vocab_parallel_cross_entropy(
         sharding: the ``Sharding`` of the tokens, made with ``strategy="tp_sp"``, instead of mesh and group. Without it
             there is a handshake.
         ignore_index: the label of tokens without loss.
-        label_smoothing: only 0, as a sharded vocabulary has no smoothed losses.
+        label_smoothing: as in ``F.cross_entropy``.
 
     Returns:
         The loss of each of the group's tokens, ``[batch, tokens]``, float32 (float64 for float64 logits), the same on
@@ -233,11 +239,6 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes that do not fit together, or a label outside the vocabulary.
         RuntimeError: another rank raised an error on its own input.
     """
-    if label_smoothing:
-        raise ValueError(
-            f"label_smoothing={label_smoothing}: not computed over a sharded vocabulary; compute the logits with an "
-            "nn.Linear, which every rank holds in full, and the losses with F.cross_entropy"
-        )
     if sharding is not None and (mesh is not None or group is not None):
         check_sharding(sharding, mesh=mesh, group=group)
     ranks = ParallelContext(mesh, group) if sharding is None else ANY_RANKS
@@ -245,13 +246,17 @@ def vocab_parallel_cross_entropy(
     def header() -> _LogitsHeader:
         check_float_tensor("logits", logits, "[batch, tokens, vocab_local]")
         check_ids("labels", labels, num_embeddings, ignore_index)
+        check_label_smoothing(label_smoothing)
         if sharding is None:  # otherwise the operator checks it, which knows the ranks
             check_logits(logits, labels, VocabPart.of_rank(num_embeddings, ranks.tensor, ignore_index))
         return _LogitsHeader(labels.shape[1], logits.shape[1], labels.shape[0], logits.dtype)
 
     def compute(sharding: Sharding, lengths: tuple[int, ...] | None) -> Tensor:
         options = ChunkOptions("none", lengths=lengths)
-        loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, sharding, options)[0]
+        smoothing = float(label_smoothing)
+        loss: Tensor = vocab_cross_entropy(logits, labels, num_embeddings, ignore_index, smoothing, sharding, options)[
+            0
+        ]
         return loss
 
     return with_sharding(compute, sharding, header, ranks)

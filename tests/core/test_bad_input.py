@@ -193,10 +193,17 @@ BAD: dict[str, Bad] = {
     ),
     "label smoothing": (
         lambda: seqpar.vocab_parallel_cross_entropy(
-            tensor(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64), 8, label_smoothing=0.1
+            tensor(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64), 8, label_smoothing=1.1
         ),
         ValueError,
-        ["label_smoothing=0.1", "F.cross_entropy"],
+        ["label_smoothing=1.1", "from 0 to 1"],
+    ),
+    "label smoothing of the head": (
+        lambda: seqpar.VocabParallelHead(8, 8)(
+            tensor(1, 2, 8), torch.zeros(1, 2, dtype=torch.int64), label_smoothing="0.1"
+        ),
+        TypeError,
+        ["label_smoothing='0.1'", "a number, got str"],
     ),
     **{
         f"too large, {i}": (call, ValueError, [f"{TOO_LARGE}", "less than 2**61"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,13 +37,16 @@ def tensors(vocab: int, length: int, dtype: torch.dtype = torch.float64) -> tupl
     return x, labels, grad, weight, bias
 
 
-def one_device(vocab: int, length: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def one_device(
+    vocab: int, length: int, dtype: torch.dtype = torch.float64, label_smoothing: float = 0.0
+) -> list[Tensor]:
     """The losses ``[2, length]`` and the gradients of x, weight and bias, in float64."""
     x, labels, grad, weight, bias = (t.double() if t.is_floating_point() else t for t in tensors(vocab, length, dtype))
     for leaf in (x, weight, bias):
         leaf.requires_grad_()
     logits = F.linear(x, weight, bias)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(2, length)
+    options: Any = {"reduction": "none", "label_smoothing": label_smoothing}
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options).view(2, length)
     losses.backward(grad)
     return [losses.detach(), *(leaf.grad for leaf in (x, weight, bias) if leaf.grad is not None)]
 
@@ -55,45 +59,88 @@ def make_head(group: ProcessGroup, vocab: int, weight: Tensor, bias: Tensor) -> 
 
 @on_ranks
 def loss_in_chunks(
-    group: ProcessGroup, vocab: int, length: int, chunk_tokens: int | None, dtype: torch.dtype
+    group: ProcessGroup,
+    vocab: int,
+    length: int,
+    chunk_tokens: int | None,
+    dtype: torch.dtype,
+    label_smoothing: float = 0.0,
 ) -> list[Tensor]:
-    """The losses of all tokens, and the gradients of this rank's tokens and of the full weights."""
+    """The losses of all tokens, and the gradients of this rank's tokens and of the full weights.
+
+    Also the losses of logits, and their gradient.
+    """
     x, labels, grad, weight, bias = tensors(vocab, length, dtype)
     head = make_head(group, vocab, weight, bias)
     x_local = seqpar.shard(x, group=group, layout="contiguous").requires_grad_()
-    losses = head(x_local, seqpar.shard(labels, group=group, layout="contiguous"), chunk_tokens=chunk_tokens)
+    labels = seqpar.shard(labels, group=group, layout="contiguous")
+    options: Any = {"label_smoothing": label_smoothing}
+    of_logits = seqpar.vocab_parallel_cross_entropy(head(x_local), labels, vocab, group=group, **options)
+    (dx_of_logits,) = torch.autograd.grad(of_logits, x_local, grad.to(of_logits.dtype))
+    losses = head(x_local, labels, chunk_tokens=chunk_tokens, **options)
     losses.backward(grad.to(losses.dtype))
     assert losses.dtype == torch.promote_types(dtype, torch.float32)
     assert x_local.grad is not None and head.weight.grad is not None and head.bias.grad is not None
-    return [losses.detach(), x_local.grad / group.size(), full(head.weight.grad), full(head.bias.grad)]
+    of_logits, dx_of_logits = of_logits.detach(), dx_of_logits / group.size()
+    weights = full(head.weight.grad), full(head.bias.grad)
+    return [losses.detach(), x_local.grad / group.size(), *weights, of_logits, dx_of_logits]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    ("vocab", "length", "chunk_tokens"), [(37, 23, 3), (37, 23, None), (16, 8, 1), (3, 16, 7), (37, 3, 2)]
+    ("vocab", "length", "chunk_tokens", "label_smoothing"),
+    [(37, 23, 3, 0.0), (37, 23, None, 0.1), (16, 8, 1, 1.0), (3, 16, 7, 0.3), (37, 3, 2, 0.0)],
 )
 def test_loss_in_chunks_equals_one_device(
-    pool: Pool, world: int, vocab: int, length: int, chunk_tokens: int | None
+    pool: Pool, world: int, vocab: int, length: int, chunk_tokens: int | None, label_smoothing: float
 ) -> None:
     """Uneven vocabularies, ranks without entries or without tokens, chunks that do not divide."""
-    losses, dx, dweight, dbias = one_device(vocab, length)
-    by_rank = pool.run(world, loss_in_chunks, vocab, length, chunk_tokens, torch.float64)
-    assert_close(torch.cat([found[1] for found in by_rank], 1), dx, torch.float64, "gradient of x")
+    losses, dx, dweight, dbias = one_device(vocab, length, torch.float64, label_smoothing)
+    by_rank = pool.run(world, loss_in_chunks, vocab, length, chunk_tokens, torch.float64, label_smoothing)
+    for i in (1, 5):
+        assert_close(torch.cat([found[i] for found in by_rank], 1), dx, torch.float64, "gradient of x")
     for found in by_rank:
-        for i, expected in ((0, losses), (2, dweight), (3, dbias)):
+        for i, expected in ((0, losses), (2, dweight), (3, dbias), (4, losses)):
             assert_close(found[i], expected, torch.float64, f"result {i}")
 
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_loss_in_chunks_in_half_precision(pool: Pool, world: int) -> None:
     """The loss is float32 from the logits on, and each gradient is rounded once."""
-    losses, dx, dweight, dbias = one_device(37, 24, torch.bfloat16)
-    by_rank = pool.run(world, loss_in_chunks, 37, 24, 5, torch.bfloat16)
+    losses, dx, dweight, dbias = one_device(37, 24, torch.bfloat16, 0.1)
+    by_rank = pool.run(world, loss_in_chunks, 37, 24, 5, torch.bfloat16, 0.1)
     # The logits come out of the GEMM in bfloat16.
     assert_close(by_rank[0][0], losses, torch.bfloat16)
-    gradients = torch.cat([found[1] for found in by_rank], 1), *by_rank[0][2:]
+    gradients = torch.cat([found[1] for found in by_rank], 1), *by_rank[0][2:4]
     for gradient, expected in zip(gradients, (dx, dweight, dbias), strict=True):
         assert_error(float((gradient.double() - expected).norm() / expected.norm()), 0.0, dtype=torch.bfloat16)
+
+
+@on_ranks
+def without_rows(group: ProcessGroup) -> None:
+    """A batch of no rows has losses of no rows, and gradients of zeros. Labels that are not int64 are refused."""
+    head = seqpar.VocabParallelHead(HIDDEN, 37, group=group)
+    embedding = seqpar.VocabParallelEmbedding(37, HIDDEN, group=group)
+    labels = torch.zeros(0, 5, dtype=torch.int64)
+    for sharding in (None, seqpar.Sharding(5 * group.size(), "contiguous", group=group, strategy="tp_sp")):
+        where = {"group": group} if sharding is None else {}
+        x = embedding(labels, sharding)
+        losses = head(x, labels, sharding, label_smoothing=0.1)
+        of_logits = seqpar.vocab_parallel_cross_entropy(head(x, None, sharding), labels, 37, sharding=sharding, **where)
+        assert losses.shape == of_logits.shape == (0, 5 * group.size())
+        (losses.sum() + of_logits.sum()).backward()
+    assert head.weight.grad is not None and not full(head.weight.grad).any()
+    x, one = torch.zeros(1, 5, HIDDEN), torch.zeros(1, 5)
+    for dtype in (torch.int32, torch.uint8, torch.uint16, torch.float32, torch.bool):
+        with pytest.raises(TypeError, match=f"labels: expected an int64 tensor .*, got {dtype}"):
+            head(x, one.to(dtype))
+        with pytest.raises(TypeError, match=f"labels: expected an int64 tensor .*, got {dtype}"):
+            seqpar.vocab_parallel_cross_entropy(head(x), one.to(dtype), 37, group=group)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_no_rows_and_other_dtypes(pool: Pool, world: int) -> None:
+    pool.run(world, without_rows)
 
 
 @on_ranks

@@ -66,6 +66,9 @@ def documents(seq_len: int, step: int) -> Mask:
     return Mask.documents([*starts, seq_len])
 
 
+SMOOTHING = 0.1
+
+
 class LanguageModel(torch.nn.Module):
     """An embedding and a head of a sharded vocabulary. Its output is a scalar of the losses, computed in two ways."""
 
@@ -79,8 +82,10 @@ class LanguageModel(torch.nn.Module):
     def forward(self, ids: Tensor, labels: Tensor, sharding: Sharding) -> Tensor:
         x = self.embedding(ids, sharding).sin()  # [b, s, hidden]
         logits = self.head(x, None, sharding)
-        of_logits = seqpar.vocab_parallel_cross_entropy(logits, labels, self.vocabulary, sharding=sharding)
-        in_chunks = self.head(x, labels, sharding, chunk_tokens=5)
+        of_logits = seqpar.vocab_parallel_cross_entropy(
+            logits, labels, self.vocabulary, sharding=sharding, label_smoothing=SMOOTHING
+        )
+        in_chunks = self.head(x, labels, sharding, chunk_tokens=5, label_smoothing=SMOOTHING)
         return of_logits.add(1).square().sum() + in_chunks.sin().sum()
 
 
@@ -89,7 +94,7 @@ def losses_on_one_device(ids_and_labels: Tensor, weights: list[Tensor]) -> list[
     ids, labels = ids_and_labels
     embedding, weight, bias = leaves = [w.clone().requires_grad_() for w in weights]
     logits = F.linear(F.embedding(ids, embedding).sin(), weight, bias)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=SMOOTHING)
     value = losses.add(1).square().sum() + losses.sin().sum()
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
@@ -428,9 +433,10 @@ def check_vocabulary_operators(group: ProcessGroup) -> None:
     options = ChunkOptions("ring")
     torch.library.opcheck(vocab_embedding, (ids, weight, part, sharding, ranks, options))
     x, logits = (torch.randn(1, *shape, requires_grad=True) for shape in ((sharding.seq_local, 8), (22, part.size)))
-    torch.library.opcheck(vocab_cross_entropy, (logits, ids, 11, -100, sharding, options))
+    torch.library.opcheck(vocab_cross_entropy, (logits, ids, 11, -100, 0.1, sharding, options))
     for given in (bias, None):
-        torch.library.opcheck(vocab_linear_cross_entropy, (x, weight, given, ids, 4, part, sharding, ranks, options))
+        constants = 4, 0.1, part, sharding, ranks, options
+        torch.library.opcheck(vocab_linear_cross_entropy, (x, weight, given, ids, *constants))
 
 
 def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
