@@ -73,7 +73,8 @@ def sync_gradients(
         mesh: the mesh that was given to the layers.
         group: all ranks whose losses are averaged, as a ProcessGroup. With neither, the default group.
         reduce: "sum" if the objective is the sum of the ranks' losses, as where each rank's loss is its share of one
-            device's loss.
+            device's loss. Then call it once a step, after the last micro-batch: a sum of sums would be multiplied by
+            the number of ranks.
         ignore: parameters that a rank holds alone, such as its experts, or modules of such parameters. Their gradients
             are left as they are. If several ranks hold the same expert, a dictionary of parameters or modules, each
             with the group of these ranks: ``{experts: group}``. Their gradients are averaged over this group (with
@@ -84,17 +85,23 @@ def sync_gradients(
         TypeError: a sparse gradient, or an argument of another type.
         ValueError: the ranks' parameters differ in number, name, shape or dtype; a parameter is sharded over the ranks
             of ``group``; the mesh has a dimension whose ranks may hold other parameters; no parameter has a gradient on
-            any rank; or DDP or FSDP leaves parameters out, and ``ignore`` does not say whether a rank holds them alone.
+            any rank; with ``reduce="sum"`` a gradient has been summed over these ranks, and has not changed since (one
+            that has changed cannot be told from a new one); or DDP or FSDP leaves parameters out, and ``ignore`` does
+            not say whether a rank holds them alone.
         RuntimeError: another rank raised an error on its own gradients.
     """
     ranks = all_ranks_group(mesh, group)
     with propagate_errors(ranks):
         check_choice("reduce", reduce, get_args(Reduce))
         by_ranks = _by_ranks(module, mesh, group, ignore)
+        sums = {key: None if reduce == "mean" else key[1] if key[0] else ranks for key in by_ranks}
+        for key, named in by_ranks.items():
+            _refuse_second_sum(named, sums[key])
     found = []
     for (apart, holders), named in by_ranks.items():  # in the same order on every rank
-        losses = 1 if reduce == "mean" else size_of(holders) if apart else size_of(ranks)
-        found.append(_sync(named, holders, size_of(holders) / losses))
+        over = sums[apart, holders]
+        found.append(_sync(named, holders, size_of(holders) / size_of(over)))
+        _note_sum(named, over)
     if by_ranks and not any(found):
         raise ValueError(
             f"module={type(module).__name__}: no parameter has a gradient on any rank; call sync_gradients after "
@@ -364,6 +371,25 @@ def _sync(named: Named, ranks: ProcessGroup | None, divisor: float) -> bool:
             for g, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
                 torch.div(total.view_as(g), divisor, out=g)
     return any(dtypes)
+
+
+_SUM = "_seqpar_sum"  # an attribute of a gradient: its version after it was summed, and over which ranks
+
+
+def _note_sum(named: Named, ranks: ProcessGroup | None) -> None:
+    for g in (_local_tensor(p.grad) for _, p in named if p.grad is not None and size_of(ranks) > 1):
+        vars(g)[_SUM] = g._version, ranks
+
+
+def _refuse_second_sum(named: Named, ranks: ProcessGroup | None) -> None:
+    """Raise if a gradient is a sum over several of ``ranks``, and nobody has written to it since."""
+    for name, g in ((name, _local_tensor(p.grad)) for name, p in named if p.grad is not None):
+        version, summed = vars(g).get(_SUM, (None, None))
+        if ranks is not None and summed is not None and version == g._version and shares_ranks(summed, ranks):
+            raise ValueError(
+                f"{name}: its gradient has been summed over these ranks, and has not changed since; another sum would "
+                "multiply it by the number of ranks; call sync_gradients(reduce='sum') once a step, after backward"
+            )
 
 
 def _kind_of_gradient(name: str, p: nn.Parameter) -> int:

@@ -185,6 +185,58 @@ def test_to_average_twice_changes_nothing(own: OwnPool, how: str, words: str) ->
         assert words in error and bool(words) == bool(error)
 
 
+@on_ranks
+def sums_and_averages(group: ProcessGroup) -> None:
+    """A gradient that is a sum is not summed again. Averages change nothing, beside sums, clipping and hooks too."""
+    ranks, rank = group.size(), group.rank()
+    module = nn.Linear(3, 1, bias=False).double()
+    weight = module.weight
+    total = torch.full((1, 3), ranks * (ranks + 1) / 2, dtype=torch.float64)
+
+    def backward(times: int = 1) -> None:
+        for _ in range(times):
+            (module(torch.ones(1, 3, dtype=torch.float64)) * (rank + 1)).sum().backward()
+
+    def sync(**options: Any) -> Tensor:
+        seqpar.sync_gradients(module, group=group, **options)
+        assert weight.grad is not None
+        return weight.grad
+
+    backward(2)  # micro-batches
+    assert torch.equal(sync(reduce="sum"), 2 * total)
+    with pytest.raises(ValueError, match="weight: its gradient has been summed over these ranks"):
+        sync(reduce="sum")
+    assert torch.equal(sync(), 2 * total)  # the mean of what all ranks hold alike
+    for set_to_none in (False, True):  # the next steps
+        module.zero_grad(set_to_none)
+        backward()
+        assert torch.equal(sync(reduce="sum"), total)
+    # Over two dimensions of a mesh, one after the other; and over both, which have summed it already.
+    dims = torch.distributed.init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("dp", "ring"))
+    module.zero_grad()
+    backward()
+    for name in ("dp", "ring"):
+        seqpar.sync_gradients(module, group=dims[name].get_group(), reduce="sum")
+    assert torch.equal(weight.grad, total)
+    with pytest.raises(ValueError, match="has been summed over these ranks"):
+        sync(reduce="sum")
+    # Averaged in backward: the mean stays, and the sum of the ranks' means is the sum.
+    module.zero_grad()
+    with seqpar.average_in_backward(module, group=group):
+        backward(2)
+    expected = 2 * total / ranks
+    assert_close(sync(), expected)
+    norm = seqpar.clip_grad_norm_(module, 1e-3, group=group)
+    assert_close(norm, expected.norm())
+    clipped = weight.grad.clone()
+    assert_close(sync(), clipped)
+    assert_close(sync(reduce="sum"), clipped * ranks)
+
+
+def test_sums_and_averages(own: OwnPool) -> None:
+    own.pool.run(4, sums_and_averages)
+
+
 def test_one_process_has_nothing_to_average() -> None:
     module = nn.Linear(2, 2)
     module.weight.grad = torch.ones(2, 2)
