@@ -51,7 +51,6 @@ class Batch:
         cases: Sequence[Case],
         verify: Callable[[Case, list[Result]], None],
         *args: Any,
-        deadline_s: float | None = None,
         shared_memory: bool = False,
     ) -> None:
         """Run ``body(group, case, *args)`` for every case on ``world`` ranks, then ``verify(case, results)`` here.
@@ -62,7 +61,7 @@ class Batch:
             cases: values that can be pickled, with different ids.
             verify: raises an AssertionError if the results of a case, by rank, are wrong.
             args: further arguments of ``body``.
-            deadline_s, shared_memory: see ``Pool.run``; ``deadline_s`` is for all cases together.
+            shared_memory: see ``Pool.run``.
 
         Raises:
             AssertionError: for all cases that are wrong, with the commands that run each alone.
@@ -72,9 +71,7 @@ class Batch:
         if not cases:
             return
         named = [(case, self.command(case)) for case in cases]
-        by_rank = self.pool.run(
-            world, _run_cases, body, named, args, deadline_s=deadline_s, shared_memory=shared_memory
-        )
+        by_rank = self.pool.run(world, _run_cases, body, named, args, shared_memory=shared_memory)
         self._verify(cases, lambda index: verify(cases[index], [results[index] for results in by_rank]))
 
     def check_here(self, cases: Sequence[Case], verify: Callable[[Case], None]) -> None:

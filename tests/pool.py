@@ -94,11 +94,12 @@ class Pool:
 
     Args:
         ranks: the number of processes.
-        deadline_s: how many seconds ``run`` waits for the results.
+        deadline_s: how many seconds ``run`` waits for the results. Only a rank that hangs takes so long, also on a busy
+            machine.
         worlds: the numbers of ranks, below ``ranks``, that ``run`` can call a function on.
     """
 
-    def __init__(self, ranks: int = 8, deadline_s: float = 60.0, worlds: Sequence[int] = WORLDS) -> None:
+    def __init__(self, ranks: int = 8, deadline_s: float = 240.0, worlds: Sequence[int] = WORLDS) -> None:
         _start_fork_server()
         self.ranks = ranks
         self.worlds = (*(world for world in worlds if world < ranks), ranks)
@@ -114,7 +115,6 @@ class Pool:
         world: int,
         body: Callable[..., Result],
         *args: Any,
-        deadline_s: float | None = None,
         shared_memory: bool = False,
         **kwargs: Any,
     ) -> list[Result]:
@@ -125,7 +125,6 @@ class Pool:
             body: a top-level function that the workers can import, marked ``@on_ranks``. ``group`` is the process
                 group of those ranks.
             args, kwargs: further arguments of ``body``.
-            deadline_s: how many seconds all ranks have to return; ``self.deadline_s`` by default.
             shared_memory: whether attention's messages are sent through shared memory. The default is gloo,
                 which runs the operations that a cluster runs.
 
@@ -140,7 +139,7 @@ class Pool:
         self._signal(world, _CONTINUE)
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
-        return self._collect(world, self.deadline_s if deadline_s is None else deadline_s)
+        return self._collect(world, self.deadline_s)
 
     def close(self) -> None:
         """End the processes."""
@@ -339,7 +338,6 @@ def at_once(
             calls,
             timeout_s,
             shared_memory=shared_memory,
-            deadline_s=_START_DEADLINE_S,
         )
     finally:
         own.pool.close()

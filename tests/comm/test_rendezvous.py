@@ -56,7 +56,7 @@ def gather_again(group: ProcessGroup, port: int, absent: list[int]) -> list[list
 
 @pytest.mark.parametrize("absent", [[0], [1], [0, 2], [1, 2]], ids=str)
 def test_ranks_that_torchrun_starts_again_store_all_gather(own: OwnPool, absent: list[int]) -> None:
-    for values in own.pool.run(3, gather_again, own.port, absent, deadline_s=30):
+    for values in own.pool.run(3, gather_again, own.port, absent):
         assert values == [[f"{word} {rank}" for rank in range(3)] for word in ("first", "second", "third")]
 
 

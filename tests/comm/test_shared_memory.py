@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ def step_of_one_rank(group: ProcessGroup, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_without_messages_no_rank_waits(pool: Pool, name: str) -> None:
-    pool.run(4, step_of_one_rank, STRATEGIES[name], shared_memory=True, deadline_s=20)
+    pool.run(4, step_of_one_rank, STRATEGIES[name], shared_memory=True)
 
 
 @on_ranks
@@ -249,8 +250,9 @@ def test_a_sender_waits_for_a_slow_receiver(pool: Pool) -> None:
 
 
 @on_ranks
-def waits_in_vain(world: ProcessGroup, how: str) -> tuple[str, float]:
+def waits_in_vain(world: ProcessGroup, how: str) -> str:
     """Rank 0 waits for a message that rank 1 does not send."""
+    store = dist.distributed_c10d._get_default_store()
     transport: SharedMemoryTransport | None = transport_of(world)
     if world.rank() == 1:
         assert transport is not None
@@ -263,23 +265,26 @@ def waits_in_vain(world: ProcessGroup, how: str) -> tuple[str, float]:
             transport = None
             dist.destroy_process_group()
             gc.collect()
-        time.sleep(8.0 if how == "sends nothing" else 1.5 if child else 0.5)
+        if how.startswith("ends"):
+            time.sleep(1.5 if child else 0.5)
+        else:
+            store.wait(["caught"], timedelta(minutes=3))
         if child:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        return "", 0.0
+        return ""
     assert transport is not None
     if how == "sends nothing":
         limit_waits(TIMEOUT_S)
-    began = time.monotonic()
     sends = [] if how == "other size" else [(1, torch.zeros(4))]  # rank 1 receives nothing
     with pytest.raises((RuntimeError, ValueError)) as caught:
         exchange(sends, [(1, torch.zeros(4))], world).wait()
-    return f"{caught.value}: {caught.value.__cause__}", time.monotonic() - began
+    store.set("caught", "")
+    return f"{caught.value}: {caught.value.__cause__}"
 
 
 @on_ranks
-def does_not_connect(world: ProcessGroup) -> tuple[str, float]:
+def does_not_connect(world: ProcessGroup) -> str:
     """Rank 1 raises an error before it has made a file."""
     limit_waits(TIMEOUT_S)
     with (
@@ -287,7 +292,7 @@ def does_not_connect(world: ProcessGroup) -> tuple[str, float]:
         pytest.raises((KeyError, RuntimeError)) as caught,
     ):
         transport_of(world)
-    return str(caught.value), 0.0
+    return str(caught.value)
 
 
 # What rank 1 does, and the error of rank 0.
@@ -295,18 +300,17 @@ WAITS = {
     "ends": r"messages of attention: rank\(s\) \[1\] .* have ended",
     "ends, but not its child": r"messages of attention: rank\(s\) \[1\] .* have ended",
     "other size": "rank 1 has sent 20 bytes, but this rank expects 16",
-    "sends nothing": r"rank\(s\) \[1\] .* after 1\.[5-9] s",
+    "sends nothing": r"rank\(s\) \[1\] .* after \d+\.\d s",
 }
 
 
 def test_waits_end() -> None:
-    """Without the timeout if rank 1 has ended: a wait may take 30 s then."""
-    calls: list[Callable[[ProcessGroup], tuple[str, float]]] = [partial(waits_in_vain, how=how) for how in WAITS]
-    *by_case, unconnected = at_once(2, [*calls, does_not_connect], shared_memory=True)
-    for (how, said), ((message, seconds), _) in zip(WAITS.items(), by_case, strict=True):
+    """Without the timeout if rank 1 has ended: it is longer than any test then."""
+    calls: list[Callable[[ProcessGroup], str]] = [partial(waits_in_vain, how=how) for how in WAITS]
+    *by_case, unconnected = at_once(2, [*calls, does_not_connect], 3600.0, shared_memory=True)
+    for (how, said), (message, _) in zip(WAITS.items(), by_case, strict=True):
         assert re.search(said, message), (how, message)
-        assert seconds < 20, how
-    assert unconnected[0][0].startswith("the first messages on a host: rank(s) [1]")
+    assert unconnected[0].startswith("the first messages on a host: rank(s) [1]")
 
 
 @on_ranks

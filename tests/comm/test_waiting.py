@@ -61,7 +61,7 @@ def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[st
 
 @pytest.mark.parametrize("others_give", ["mesh", "group"])
 def test_one_rank_gives_mesh_and_group(own: OwnPool, others_give: str) -> None:
-    results = own.pool.run(3, mesh_and_group, own.port, others_give, deadline_s=30)
+    results = own.pool.run(3, mesh_and_group, own.port, others_give)
     for rank, (kind, message, _) in enumerate(results):
         if rank == 1:
             assert kind == "ValueError" and "mesh and group" in message
@@ -171,7 +171,7 @@ def different_meshes(group: ProcessGroup, port: int) -> list[tuple[str, str, flo
 
 
 def test_ranks_ask_for_different_meshes(own: OwnPool) -> None:
-    for wrong, right in own.pool.run(4, different_meshes, own.port, deadline_s=30):
+    for wrong, right in own.pool.run(4, different_meshes, own.port):
         kind, message, _ = wrong
         assert kind == "ValueError", message
         assert "rank 0: device_type=cpu, dp=2, ring=2" in message and "rank 1: device_type=cpu, dp=1" in message
@@ -212,7 +212,7 @@ def gradients_of_some(group: ProcessGroup, options: dict[str, Any], known: bool,
 @pytest.mark.parametrize("world", [2, 4])
 def test_inputs_of_some_ranks_require_gradients(pool: Pool, world: int, name: str, known: bool) -> None:
     for ranks in ([0], [world - 1]):
-        errors = pool.run(world, gradients_of_some, STRATEGIES[name], known, ranks, deadline_s=20)
+        errors = pool.run(world, gradients_of_some, STRATEGIES[name], known, ranks)
         assert_error(max(errors), 0.0, dtype=torch.float64)
 
 
@@ -243,7 +243,7 @@ def layer_gradients_of_some(group: ProcessGroup, strategy: str, frozen: bool, kn
 @pytest.mark.parametrize("frozen", [False, True], ids=["weights", "frozen"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "tp_sp"])
 def test_inputs_of_layers_on_some_ranks_require_gradients(pool: Pool, strategy: str, frozen: bool, known: bool) -> None:
-    errors = pool.run(2, layer_gradients_of_some, strategy, frozen, known, deadline_s=20)
+    errors = pool.run(2, layer_gradients_of_some, strategy, frozen, known)
     assert_error(max(errors), 0.0, dtype=torch.float64)
 
 
@@ -266,7 +266,7 @@ def no_gradients(group: ProcessGroup, known: bool) -> tuple[bool, bool, tuple[st
 
 def test_ranks_differ_in_gradients(pool: Pool) -> None:
     for known in (False, True):
-        for on, off, mode, mlp in pool.run(2, no_gradients, known, deadline_s=20):
+        for on, off, mode, mlp in pool.run(2, no_gradients, known):
             assert not off and on is known  # without a handshake a rank cannot know that no other rank needs gradients
             assert mode[0] == "ValueError" and "torch.no_grad()" in mode[1]
             assert mlp[0] == "ValueError" and "requires_gradient" in mlp[1]

@@ -400,7 +400,7 @@ def verify_one_bad_rank(name: str, messages: list[str]) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_bad_rank_makes_all_raise(batch: Batch, strategy: str) -> None:
-    batch.check(4, attend_with_one_bad_rank, [*bad_on(1, 1)], verify_one_bad_rank, strategy, deadline_s=30)
+    batch.check(4, attend_with_one_bad_rank, [*bad_on(1, 1)], verify_one_bad_rank, strategy)
 
 
 # Name -> arguments by rank, and a word of the message on every rank.
@@ -440,7 +440,7 @@ def verify_disagreement(name: str, messages: list[str]) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid"])
 def test_ranks_that_disagree_all_raise(batch: Batch, strategy: str) -> None:
-    batch.check(4, attend_in_disagreement, [*DISAGREEMENTS], verify_disagreement, strategy, deadline_s=30)
+    batch.check(4, attend_in_disagreement, [*DISAGREEMENTS], verify_disagreement, strategy)
 
 
 @on_ranks
@@ -484,7 +484,7 @@ def layers_and_losses_in_error(group: ProcessGroup) -> dict[str, str]:
 
 
 def test_layers_and_losses_raise_on_all_ranks(pool: Pool) -> None:
-    for rank, messages in enumerate(pool.run(3, layers_and_losses_in_error, deadline_s=30)):
+    for rank, messages in enumerate(pool.run(3, layers_and_losses_in_error)):
         for name, message in messages.items():
             if name.startswith("bad") and rank != 1:
                 assert message.startswith("RuntimeError") and "[1]" in message, f"{name}, rank {rank}: {message}"

@@ -29,7 +29,7 @@ X = torch.arange(SEQ_LEN * 2).view(1, SEQ_LEN, 2)
 DOCUMENTS = Mask.documents([0, 700, 720, SEQ_LEN])
 
 
-def in_fork(function: Callable[[], Any], deadline_s: int = 20) -> Any:
+def in_fork(function: Callable[[], Any], deadline_s: int = 120) -> Any:
     """The result of ``function`` in a fork of this process. If it raises, its error."""
     read_end, write_end = os.pipe()
     if pid := os.fork():

@@ -114,7 +114,7 @@ def test_a_page_runs(pool: Pool, own: OwnPool, page: str, tmp_path: Path) -> Non
     if page == "docs/diffusers.md":
         pytest.importorskip("diffusers")
     if ranks := RANKS.get(page, 4):
-        (pool if ranks == 8 else own.pool).run(ranks, _run_page_worker, page, deadline_s=120)
+        (pool if ranks == 8 else own.pool).run(ranks, _run_page_worker, page)
         return
     with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as process:
         process.submit(_run_page_in, tmp_path, page).result(120)

@@ -105,7 +105,7 @@ def test_example(two: Pool, tmp_path: Path, name: str) -> None:
     with torchrun(None):
         alone = losses(script, arguments)
     assert len(alone) == 2 and min(alone) > 0
-    for together in two.run(2, losses_of_ranks, script, arguments, deadline_s=120):
+    for together in two.run(2, losses_of_ranks, script, arguments):
         assert_close(together, alone)
 
 

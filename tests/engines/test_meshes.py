@@ -141,7 +141,7 @@ def train(group: ProcessGroup, seed: int, schedule: str, sizes: tuple[int, ...],
 
 def check(pool: Pool, schedule: str, sizes: tuple[int, ...], fsdp: tuple[str, ...]) -> None:
     ranks = int(torch.tensor(sizes).prod())
-    differences = pool.run(ranks, train, int(torch.randint(1 << 30, ())), schedule, sizes, fsdp, deadline_s=120)
+    differences = pool.run(ranks, train, int(torch.randint(1 << 30, ())), schedule, sizes, fsdp)
     assert_error(max(differences), 0.0, dtype=torch.float64)
 
 

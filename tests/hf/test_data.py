@@ -185,7 +185,7 @@ def read_failing(group: ProcessGroup, scatter: bool) -> str:
 
 @pytest.mark.parametrize("scatter", [False, True])
 def test_error_of_a_dataset_on_all_ranks(four: Pool, scatter: bool) -> None:
-    errors = four.run(4, read_failing, scatter, deadline_s=20)
+    errors = four.run(4, read_failing, scatter)
     assert all("the disk is gone" in e or "raised an error" in e for e in errors), errors
 
 

@@ -82,7 +82,7 @@ def compiled_with_slopes(group: ProcessGroup, expected: Result) -> None:
 def test_compiled_layers_with_slopes(pool: Pool) -> None:
     with with_slopes("llama"):
         expected = trained(tiny("llama"), make_batch("plain"))
-    pool.run(2, compiled_with_slopes, expected, deadline_s=60)
+    pool.run(2, compiled_with_slopes, expected)
 
 
 @on_ranks

@@ -154,7 +154,7 @@ def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], fold
 def test_trainers(own: OwnPool, tmp_path: Path, world: int, cases: list[tuple[str, str, int]]) -> None:
     for kind in ("llama", "mistral", "qwen3_5"):
         tiny(kind).save_pretrained(tmp_path / kind)
-    by_rank = own.pool.run(world, logs, own.port, cases, str(tmp_path), deadline_s=240.0)
+    by_rank = own.pool.run(world, logs, own.port, cases, str(tmp_path))
     for found in by_rank:
         for (kind, model_kind, _), (plain, ours) in zip(cases, found, strict=True):
             assert len(plain) == len(ours) > 3 and "loss" in plain[0], kind
@@ -181,7 +181,7 @@ def test_grpo_on_four_ranks(own: OwnPool, tmp_path: Path) -> None:
     tiny("mistral").save_pretrained(tmp_path / "mistral")
     with torchrun(None):
         expected = log_of("grpo", "mistral", str(tmp_path), None, per_device_train_batch_size=8, **_STEPS)
-    for ours in own.pool.run(4, together, own.port, str(tmp_path), deadline_s=120.0):
+    for ours in own.pool.run(4, together, own.port, str(tmp_path)):
         for name in ("loss", "grad_norm", "reward", "kl", "entropy"):
             values = [[entry[name] for entry in log if name in entry] for log in (ours, expected)]
             assert len(values[0]) == 3
@@ -203,9 +203,7 @@ def example(group: ProcessGroup, port: int, cp_size: int, folder: str) -> dict[s
 
 def test_example(own: OwnPool, tmp_path: Path) -> None:
     assert len((ROOT / "examples" / "grpo.py").read_text().splitlines()) <= 80
-    plain, together = (
-        own.pool.run(2, example, own.port, cp_size, str(tmp_path), deadline_s=120.0)[0] for cp_size in (1, 2)
-    )
+    plain, together = (own.pool.run(2, example, own.port, cp_size, str(tmp_path))[0] for cp_size in (1, 2))
     for name, values in plain.items():  # rounding of the weights changes which tokens are sampled after the first step
         assert len(values) == len(together[name]) == 2 and values[0] > 0
         check_values(together[name][:1], values[:1], rounding_of_steps("llama", 1e-3), name)

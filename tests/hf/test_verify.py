@@ -181,7 +181,7 @@ def in_another_collective(group: ProcessGroup) -> str:
 def test_report_of_a_missing_rank() -> None:
     pool = Pool(2)
     try:
-        for said in pool.run(2, in_another_collective, deadline_s=40):
+        for said in pool.run(2, in_another_collective):
             assert "path: run" in said, said
     finally:
         pool.close()

@@ -407,7 +407,7 @@ def attention_over_tp(group: ProcessGroup, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_sequence_is_sharded_over_tp_where_it_is_all_there_is(pool: Pool, name: str) -> None:
-    pool.run(8, attention_over_tp, STRATEGIES[name], deadline_s=30)
+    pool.run(8, attention_over_tp, STRATEGIES[name])
 
 
 @on_ranks
@@ -439,14 +439,14 @@ OPTIONS_THAT_DIFFER = [
 
 @pytest.mark.parametrize(("one", "others"), OPTIONS_THAT_DIFFER, ids=str)
 def test_options_that_differ_between_ranks(own: OwnPool, one: dict[str, Any], others: dict[str, Any]) -> None:
-    for message, sent in own.pool.run(4, different_options, own.port, one, others, deadline_s=30):
+    for message, sent in own.pool.run(4, different_options, own.port, one, others):
         assert message == "ValueError: mask or options: the ranks of the group differ; pass the same on every rank"
         assert not sent
 
 
 def test_an_option_that_does_not_fit_on_one_rank(own: OwnPool) -> None:
     hybrid = {"strategy": "hybrid"}
-    *others, last = own.pool.run(4, different_options, own.port, {**hybrid, "ulysses_size": 3}, hybrid, deadline_s=30)
+    *others, last = own.pool.run(4, different_options, own.port, {**hybrid, "ulysses_size": 3}, hybrid)
     assert last[0].startswith("ValueError: ulysses_size=3: expected a divisor of the group's 4 ranks")
     for message, _ in others:
         assert message.startswith("RuntimeError: rank(s) [3] of the group raised an error on their own input")

@@ -196,7 +196,7 @@ def attention_over_tp_alone(group: ProcessGroup, options: dict[str, Any]) -> Non
 )
 def test_context_of_one_rank(pool: Pool, options: dict[str, Any]) -> None:
     """On a mesh without ring and ulysses ranks every context is the same as none."""
-    pool.run(8, attention_over_tp_alone, options, deadline_s=30)
+    pool.run(8, attention_over_tp_alone, options)
 
 
 @on_ranks

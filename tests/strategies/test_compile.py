@@ -189,7 +189,7 @@ def test_a_layer_is_one_graph_over_steps(
     pool: Pool, strategy: str, ranks: int, scaling: dict[str, Any] | None, with_positions: bool
 ) -> None:
     options = LAYER_STRATEGIES.get(strategy, {"strategy": strategy})
-    graphs = pool.run(ranks, compare_over_steps, options, scaling, with_positions, deadline_s=100.0)
+    graphs = pool.run(ranks, compare_over_steps, options, scaling, with_positions)
     assert graphs == [0] * (ranks - 1) + [1]
 
 
@@ -230,7 +230,7 @@ def compare_language_models(group: ProcessGroup, vocabulary: int, steps: int) ->
 # Uneven parts of the vocabulary, and more ranks than entries.
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 37), (2, 37), (4, 3)])
 def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vocabulary: int) -> None:
-    assert pool.run(ranks, compare_language_models, vocabulary, 4, deadline_s=100.0) == [0] * (ranks - 1) + [1]
+    assert pool.run(ranks, compare_language_models, vocabulary, 4) == [0] * (ranks - 1) + [1]
 
 
 @on_ranks
@@ -286,7 +286,7 @@ def test_slopes_of_other_numbers_of_heads(dynamic: bool | None, rows: int) -> No
 
 
 def test_the_function_is_one_graph(pool: Pool) -> None:
-    pool.run(2, compare_functions, "all_gather in chunks", deadline_s=100.0)
+    pool.run(2, compare_functions, "all_gather in chunks")
 
 
 RECOMPUTED: dict[str, dict[str, Any]] = {
@@ -337,7 +337,7 @@ DROPOUT += [("tp_sp", 2, "plain"), ("activations", 2, "checkpoint")]
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
 def test_compiled_dropout_draws_one_seed(pool: Pool, strategy: str, ranks: int, how: str) -> None:
     """The mask is eager code's, in forward and in backward, also where backward computes the graph again."""
-    pool.run(ranks, compare_dropout, strategy, how, deadline_s=100.0)
+    pool.run(ranks, compare_dropout, strategy, how)
 
 
 @on_ranks
@@ -405,7 +405,7 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_opcheck(pool: Pool, strategy: str) -> None:
-    pool.run(2, check_operator, strategy, deadline_s=100.0)
+    pool.run(2, check_operator, strategy)
 
 
 @on_ranks
@@ -421,7 +421,7 @@ def check_tensor_parallel_operators(group: ProcessGroup) -> None:
 
 
 def test_opcheck_of_tensor_parallel_operators(pool: Pool) -> None:
-    pool.run(2, check_tensor_parallel_operators, deadline_s=100.0)
+    pool.run(2, check_tensor_parallel_operators)
 
 
 @on_ranks
@@ -440,7 +440,7 @@ def check_vocabulary_operators(group: ProcessGroup) -> None:
 
 
 def test_opcheck_of_vocabulary_operators(pool: Pool) -> None:
-    pool.run(2, check_vocabulary_operators, deadline_s=100.0)
+    pool.run(2, check_vocabulary_operators)
 
 
 @on_ranks
@@ -454,7 +454,7 @@ def check_rotary_operators(group: ProcessGroup) -> None:
 
 
 def test_opcheck_of_rotary_operators(pool: Pool) -> None:
-    pool.run(2, check_rotary_operators, deadline_s=100.0)
+    pool.run(2, check_rotary_operators)
 
 
 @on_ranks
@@ -494,7 +494,7 @@ def saved_tables(group: ProcessGroup, scaling: dict[str, Any] | None) -> tuple[i
 
 @pytest.mark.parametrize("scaling", [None, DYNAMIC], ids=["default", "dynamic"])
 def test_layers_do_not_save_their_rotary_tables(pool: Pool, scaling: dict[str, Any] | None) -> None:
-    assert pool.run(2, saved_tables, scaling, deadline_s=200.0) == [(2, 2), (2, 0)]
+    assert pool.run(2, saved_tables, scaling) == [(2, 2), (2, 0)]
 
 
 @on_ranks

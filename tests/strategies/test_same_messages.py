@@ -230,10 +230,10 @@ def compare(by_rank: list[dict[str, list[Operation]]]) -> None:
 
 @pytest.mark.slow
 def test_messages_do_not_depend_on_caches(pool: Pool) -> None:
-    compare(pool.run(2, with_other_caches, deadline_s=60))
+    compare(pool.run(2, with_other_caches))
 
 
 @pytest.mark.slow
 def test_messages_of_hugging_face_models_do_not_depend_on_caches(pool: Pool) -> None:
     pytest.importorskip("transformers")
-    compare(pool.run(2, with_other_caches, hf=True, deadline_s=60))
+    compare(pool.run(2, with_other_caches, hf=True))

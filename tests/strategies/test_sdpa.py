@@ -396,14 +396,14 @@ def test_blocks_of_two_threads_end_in_any_order() -> None:
     def first() -> None:
         with suppress(ValueError, RuntimeError), seqpar.replace_sdpa(seqpar.Sharding(8)):
             began.set()
-            ended.wait(20)
+            ended.wait()
 
     thread = threading.Thread(target=first)
     thread.start()
-    began.wait(20)
+    began.wait()
     with seqpar.replace_sdpa(seqpar.Sharding(8)):
         ended.set()
-        thread.join(20)
+        thread.join()
         with pytest.raises(ValueError, match="use_reentrant=False"):
             reentrant_checkpoint()
         Attention()(torch.randn(1, 8, 16))
@@ -417,7 +417,7 @@ def test_attention_of_another_thread_meanwhile_is_its_own() -> None:
     def elsewhere(*args: Any) -> None:
         thread = threading.Thread(target=lambda: results.append(F.scaled_dot_product_attention(X[:, :, :3], X, X)))
         thread.start()
-        thread.join(20)
+        thread.join()
 
     model = Checkpointed()
     model.layer.register_forward_pre_hook(elsewhere)
@@ -443,7 +443,7 @@ def in_another_thread() -> None:
     F.scaled_dot_product_attention(X, X, X)
     thread = threading.Thread(target=call)
     thread.start()
-    thread.join(20)
+    thread.join()
     for error in errors:
         raise error
 

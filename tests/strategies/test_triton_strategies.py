@@ -84,4 +84,4 @@ def check_strategy_worker(
 def test_two_ranks(
     two_workers: Pool, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
-    two_workers.run(2, check_strategy_worker, strategy, layout, mask, dtype, features, deadline_s=120)
+    two_workers.run(2, check_strategy_worker, strategy, layout, mask, dtype, features)
