@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..placement.placement import Placement
-from ..ranks.calls import Calls, calls_of
-from ..ranks.mesh import Ranks, parent_group
+from ..ranks.calls import Calls, Close, calls_of
+from ..ranks.mesh import Ranks, global_ranks, parent_group
 from . import waiting
 from .communicator import communicator
 from .shared_memory import SharedMemoryTransport, share_messages, shared_memory
-from .trace import count_sent
+from .trace import count_sent, open_traces, say_transport
 from .waiting import Message, Pending, start_messages
 
 _sends_messages = True
@@ -70,12 +70,22 @@ def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
             raise RuntimeError(
                 "the connections of this call were closed after an error in another call of its ranks; repeat the step"
             )
+        for record in open_traces if _sends_messages else ():
+            backend = None if ranks.group is None else ranks.group._get_backend(device)
+            record.transports.add("shared memory" if backend is None else backend.name())
         return ranks
     if ranks is None or ranks.size() == 1:
         return None
     memory = shared_memory(ranks, device)
     group = communicator(ranks, device) if _sends_messages and memory is None else None
     calls = calls_of(parent_group(ranks))
+    if group is not None and device.type != "cpu":  # on a CPU ``shared_memory`` says it
+
+        def say() -> tuple[None, Close]:
+            say_transport(ranks, False, False, device)
+            return None, lambda _: None
+
+        calls.connect(("transport", device.type, global_ranks(ranks)), say)
     return Link(ranks, memory, group, calls, calls.generation)
 
 

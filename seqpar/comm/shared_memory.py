@@ -371,7 +371,7 @@ def shared_memory(ranks: Ranks, device: torch.device) -> SharedMemoryTransport |
 
     def make() -> tuple[SharedMemoryTransport | None, Close]:
         transport = _connect(ranks, wanted)
-        say_transport(ranks, transport is not None, wanted)
+        say_transport(ranks, transport is not None, wanted, device)
         return transport, (lambda _: None) if transport is None else transport.end
 
     transport: SharedMemoryTransport | None

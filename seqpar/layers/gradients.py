@@ -463,7 +463,9 @@ def clip_grad_norm_(
         group: the group that was given to the layers.
         ignore: as in ``sync_gradients``: the parameters that a rank holds alone, or with the ranks of a group. Each
             counts once in the norm, and is scaled as all others are. Give it on every rank, also on a rank without
-            such parameters (``ignore=[]``). The ranks of ``mesh`` or ``group`` must hold all of them.
+            such parameters (``ignore=[]``). The ranks of ``mesh`` or ``group`` must hold all of them. A list is refused
+            if all of its parameters and gradients have the same norms on two ranks: they look like copies, which would
+            be counted twice. If they are not, say so by ``{experts: group}`` with a group of this rank alone.
 
     Returns:
         The norm of all gradients before clipping, a scalar in float32 (float64 for float64), the same on every rank.
@@ -560,7 +562,8 @@ def _square_of_apart(
     same = (numbers[:, None, 1:] == numbers[:, 1:]).all(-1) & (numbers[:, 1] > 0)  # [ranks, ranks]
     words = (
         "ignore: several ranks hold the same parameters with the same gradients, but ignore= says that each rank holds "
-        "them alone; pass a dictionary, such as ignore={experts: group}, with the group of the ranks that hold the same"
+        "them alone; pass a dictionary, such as ignore={experts: group}, with the group of the ranks that hold the "
+        "same. If they are other parameters, which are equal by chance, each rank passes a group of itself alone"
     )
     if same.is_cuda:
         torch._assert_async(~same.triu(1).any(), words)

@@ -16,13 +16,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqpar
 from seqpar.comm import collectives, nccl
 from seqpar.comm.communicator import communicator, existing_communicators
-from seqpar.comm.p2p import without_messages
+from seqpar.comm.p2p import connect, without_messages
 from seqpar.ranks.mesh import Subgroup, global_ranks, ranks_by_host
 
+from ..fake_cuda import fake_cuda
 from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
 from ..reference import assert_error
 from ..strategy_cases import STRATEGIES
@@ -411,3 +413,15 @@ def attend_before_and_after(group: ProcessGroup, options: dict[str, Any]) -> boo
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_first_call_without_messages(pool: Pool, name: str) -> None:
     assert all(pool.run(4, attend_before_and_after, STRATEGIES[name]))
+
+
+def test_the_log_names_what_carries_the_messages_of_a_gpu_once(caplog: pytest.LogCaptureFixture) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with fake_cuda(), caplog.at_level("INFO", "seqpar"), seqpar.trace() as t:
+            links = [connect(dist.group.WORLD, torch.device("cuda")) for _ in range(2)]
+            connect(links[0], torch.device("cuda"))
+    finally:
+        dist.destroy_process_group()
+    assert caplog.text.count("attention's messages between the ranks [0, 1] are sent by fake") == 1
+    assert t.transports == {"fake"}

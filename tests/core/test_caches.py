@@ -336,7 +336,7 @@ KEPT: dict[str, str] = {
     "comm.nccl": "_warn_of_problems",
     "comm.shared_memory": "_File.segments _Block SharedMemoryTransport._blocks SharedMemoryTransport._of_size",
     "comm.streams": "ReadyEvents._events _posting _stream_of",
-    "comm.trace": "_open",
+    "comm.trace": "open_traces",
     "comm.waiting": "_name",
     "decoding": "KeyValueCache._layers KeyValueCache._intervals",
     "diffusers.patch": "Patch.__init__ _Call.lengths _Call.first",

@@ -190,7 +190,7 @@ def sums_and_averages(group: ProcessGroup) -> None:
     """A gradient that is a sum is not summed again. Averages change nothing, beside sums, clipping and hooks too."""
     ranks, rank = group.size(), group.rank()
     module = nn.Linear(3, 1, bias=False).double()
-    weight = module.weight
+    weight: Any = module.weight
     total = torch.full((1, 3), ranks * (ranks + 1) / 2, dtype=torch.float64)
 
     def backward(times: int = 1) -> None:
@@ -199,7 +199,6 @@ def sums_and_averages(group: ProcessGroup) -> None:
 
     def sync(**options: Any) -> Tensor:
         seqpar.sync_gradients(module, group=group, **options)
-        assert weight.grad is not None
         return weight.grad
 
     backward(2)  # micro-batches
@@ -231,6 +230,14 @@ def sums_and_averages(group: ProcessGroup) -> None:
     clipped = weight.grad.clone()
     assert_close(sync(), clipped)
     assert_close(sync(reduce="sum"), clipped * ranks)
+    # Parameters that a rank holds alone, which are equal by chance: a group of one rank says so.
+    weight.data.fill_(1)
+    sync().fill_(1)
+    with pytest.raises(ValueError, match="equal by chance, each rank passes a group of itself alone"):
+        seqpar.clip_grad_norm_(module, 1e9, group=group, ignore=[weight])
+    alone = [dist.new_group([i]) for i in range(ranks)][rank]
+    norm = seqpar.clip_grad_norm_(module, 1e9, group=group, ignore={weight: alone})
+    assert_close(norm, torch.tensor((3.0 * ranks) ** 0.5, dtype=torch.float64))
 
 
 def test_sums_and_averages(own: OwnPool) -> None:

@@ -222,7 +222,7 @@ def test_half_precision(batch: Batch) -> None:
 
 
 @on_ranks
-def check_bits(group: ProcessGroup) -> None:
+def check_bits(group: ProcessGroup, transport: str) -> None:
     """Tensors of several dtypes travel in one message and are not rounded, and neither are their gradients."""
     sharding = Sharding(9, "striped", group=group)
     g = torch.Generator().manual_seed(0)
@@ -242,6 +242,7 @@ def check_bits(group: ProcessGroup) -> None:
     for out, y in zip(outs, local, strict=True):
         assert out.dtype == y.dtype and torch.equal(out, y)
     assert len(messages) == 1 and trace.messages == 2 * (group.size() - 1)  # to heads and back
+    assert trace.transports == {transport}
     grads = torch.autograd.grad(outs, local, [y.detach() for y in local])
     assert all(torch.equal(d, y) for d, y in zip(grads, local, strict=True))
 
@@ -262,7 +263,8 @@ def without_rows_or_gradients(group: ProcessGroup) -> None:
 
 def test_dtypes_of_one_message(pool: Pool) -> None:
     pool.run(3, without_rows_or_gradients)
-    pool.run(2, check_bits)
+    pool.run(2, check_bits, "gloo")
+    pool.run(2, check_bits, "shared memory", shared_memory=True)
 
 
 class Row(NamedTuple):
