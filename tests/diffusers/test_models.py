@@ -350,10 +350,10 @@ def compare_in(group: ProcessGroup, name: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_what_other_packages_do_with_a_model(pool: Pool) -> None:
-    for name in SURROUNDINGS:
-        for found in pool.run(2, compare_in, name):
-            assert all(error < 3e-7 for error in found.values()), (name, found)
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_what_other_packages_do_with_a_model(pool: Pool, name: str) -> None:
+    for found in pool.run(2, compare_in, name):
+        assert all(error < 3e-7 for error in found.values()), (name, found)
 
 
 # A module inside of each model, its streams, and their dimension.

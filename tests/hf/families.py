@@ -102,7 +102,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v32": _INDEXER,
-    "dots3_note_text": _INDEXER,
+    "dots3_note_text": {  # otherwise its layer with a window is 1,000 times as large as the others
+        **_INDEXER,
+        "per_layer_config": {
+            2: {
+                "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+                "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 24,
+            }
+        },
+    },
     "glm_moe_dsa": {
         **_INDEXER, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"],
         "layer_types": ["indexed_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "sparse"],

@@ -583,10 +583,16 @@ BODIES["switches"] = lambda config, folder, names, batch=2: {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_switches(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "names"),
+    [
+        pytest.param(2, [name for name in SWITCHES if name != "torch_compile"], id="2"),
+        pytest.param(2, ["torch_compile"], id="compiled"),
+        pytest.param(4, ["batch_rebalance", "eval_use_gather_object", "dataloader_drop_last"], id="4"),
+    ],
+)
+def test_switches(pools: dict[int, Pool], tmp_path: Path, world: int, names: list[str]) -> None:
     """Each switch is right over 2 ranks that share sequences, and the samplers over 2 such groups."""
-    names = [*SWITCHES] if world == 2 else ["batch_rebalance", "eval_use_gather_object", "dataloader_drop_last"]
     expected = alone("switches", str(tmp_path / "alone"), names, world)
     for ours in pools[world].run(world, parallel, "switches", {"cp_size": 2}, str(tmp_path / "ranks"), names):
         for name, (losses, metrics) in ours.items():

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 import seqpar.hf
 from seqpar.hf import mixers
+from seqpar.hf.forward import _say_documents_are_apart
 from seqpar.strategies.auto import sends_states
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
@@ -225,6 +226,7 @@ def test_verify_generate_and_restore(pool: Pool, model: str) -> None:
 @pytest.mark.parametrize("model", ["qwen3_5", "jamba"])
 def test_on_one_rank(model: str, caplog: pytest.LogCaptureFixture) -> None:
     """It generates as without seqpar. The log says that one process without seqpar has another loss."""
+    _say_documents_are_apart.cache_clear()  # other tests may have had a model of the same name
     family = Case(model, "packed").family
     ours, reference = seqpar.hf.parallelize(tiny(family).eval()), tiny(family).eval()
     ids = make_batch("plain", True, reference)["input_ids"]

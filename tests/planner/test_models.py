@@ -131,18 +131,21 @@ def test_weights_of_models_are_those_that_their_cards_name(name: str) -> None:
         assert shape.attention_parameters == pytest.approx(187.1e6, rel=1e-3)
 
 
-def test_models_by_name_are_counted() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama3-8b",
+        "nemotron-3-nano-30b-a3b",
+        "kimi-linear-48b-a3b",
+        "gpt-7b",
+        "lfm2-1.2b",
+        "qwen3.5-27b",
+    ],
+)
+def test_models_by_name_are_counted(name: str) -> None:
     """Those of transformers, in the class that their configuration names."""
     table = json.loads((Path(seqpar.__file__).parent / "planner" / "models.json").read_text())["models"]
-    for name in (
-        "llama3-8b",
-        "gpt-7b",
-        "nemotron-3-nano-30b-a3b",
-        "lfm2-1.2b",
-        "kimi-linear-48b-a3b",
-        "qwen3.5-27b",
-    ):
-        assert replace(counted(table[name][1]), name=name) == MODELS[name]
+    assert replace(counted(table[name][1]), name=name) == MODELS[name]
 
 
 # With the default configuration of each type: experts, experts of a token, the width of the shared ones; the width of
