@@ -166,6 +166,20 @@ def mixer_of(group: ProcessGroup, mixer: str) -> Run:
     return run
 
 
+def decoding_of(group: ProcessGroup) -> Run:
+    torch.manual_seed(3)
+    layer = seqpar.ParallelAttention("ring", 24, 6, 2, group=group, rope=seqpar.RotaryEmbedding(4), device="cpu")
+    mask, sharding, x = Mask.sliding_window(6), Sharding(N - 2, "zigzag", group=group), torch.randn(1, N, 24)
+
+    @torch.no_grad()
+    def run(trains: bool, wrap: Any = lambda call: call) -> list[Tensor]:
+        cache = seqpar.KeyValueCache(sharding)
+        prompt = layer(sharding.shard(x[:, : N - 2]), mask, cache=cache)
+        return [prompt, *(layer(x[:, i : i + 1], mask, cache=cache) for i in (N - 2, N - 1))]
+
+    return run
+
+
 def vocabulary_of(group: ProcessGroup) -> Run:
     torch.manual_seed(3)
     embedding = seqpar.VocabParallelEmbedding(37, 24, group=group, device="cpu")
@@ -205,6 +219,7 @@ CASES: dict[str, Callable[[ProcessGroup], Run]] = {
     "layer": partial(layer_of, strategy="ring"),
     "activations": partial(layer_of, strategy="context_parallel", gather="activations"),
     "tp_sp": partial(layer_of, strategy="tp_sp"),
+    "decoding": decoding_of,
     "vocabulary": vocabulary_of,
     **{name: partial(mixer_of, mixer=name) for name in ("halo", "by_heads", "by_states")},
 }
