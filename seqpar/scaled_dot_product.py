@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -152,6 +152,26 @@ def _with_causal(mask: Mask) -> Mask | None:
     return _CAUSAL if mask is _FULL else mask & _CAUSAL
 
 
+class SdpaCall(NamedTuple):
+    """The arguments of a call of ``F.scaled_dot_product_attention``."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def original(self) -> Tensor:
+        """What PyTorch computes."""
+        tensors = self.query, self.key, self.value
+        return original_sdpa(
+            *tensors, self.attn_mask, self.dropout_p, self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa
+        )
+
+
 class SdpaMode(TorchFunctionMode):
     """Inside the block, ``F.scaled_dot_product_attention`` is ``attend``. Other attention operators raise an error."""
 
@@ -161,17 +181,7 @@ class SdpaMode(TorchFunctionMode):
         super().__init__()
         self._undo = ExitStack()
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         """What the block computes instead of ``F.scaled_dot_product_attention``."""
         raise NotImplementedError
 
@@ -182,7 +192,7 @@ class SdpaMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is original_sdpa:
-            return self.attend(*args, **kwargs)
+            return self.attend(SdpaCall(*args, **kwargs))
         if func is Tensor.unflatten:  # torch.compile cannot trace the function itself here
             return args[0].unflatten(*args[1:], **kwargs)
         if func not in _CALLERS:
@@ -204,7 +214,7 @@ class SdpaMode(TorchFunctionMode):
     def _needs_fullgraph_false(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, in which the mode is off, with this thread's attention replaced by ``attend``."""
         before = _attend_of_thread()
-        torch._C._stash_obj_in_tls(_ATTEND, self.attend)
+        torch._C._stash_obj_in_tls(_ATTEND, lambda *args, **kwargs: self.attend(SdpaCall(*args, **kwargs)))
         try:
             return func(*args, **kwargs)
         finally:
@@ -342,35 +352,26 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
         """The masks of a call, without and with ``is_causal``; None if it is PyTorch's own attention."""
         return self.masks if self.modules is None else self.modules.masks_now()
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         masks = self._masks()
         if masks is None:
-            return original_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if key.shape[-2] in self.whole_keys:
-            if is_causal and query.shape[-2] != key.shape[-2]:
+            return call.original()
+        queries, keys = call.query.shape[-2], call.key.shape[-2]
+        if keys in self.whole_keys:
+            if call.is_causal and queries != keys:
                 raise ValueError(
-                    f"is_causal=True: PyTorch would compare positions of {query.shape[-2]} sharded queries with "
-                    f"{key.shape[-2]} keys that are whole"
+                    f"is_causal=True: PyTorch would compare positions of {queries} sharded queries with "
+                    f"{keys} keys that are whole"
                 )
-            return original_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if query.shape[-2] != key.shape[-2]:
+            return call.original()
+        if queries != keys:
             raise ValueError(
-                f"{query.shape[-2]} queries and {key.shape[-2]} keys: expected this rank's tokens of both; if every "
-                f"rank holds all of these keys, as in a cross-attention, pass replace_sdpa whole_keys=[{key.shape[-2]}]"
+                f"{queries} queries and {keys} keys: expected this rank's tokens of both; if every "
+                f"rank holds all of these keys, as in a cross-attention, pass replace_sdpa whole_keys=[{keys}]"
             )
         if not torch.compiler.is_compiling() and _in_reentrant.get():
             raise ValueError("use_reentrant=True: inside replace_sdpa, pass torch.utils.checkpoint use_reentrant=False")
-        mask = masks[is_causal]
+        mask = masks[call.is_causal]
         if mask is None:
             raise ValueError(
                 "is_causal=True: it would take away the later keys that the mask of replace_sdpa (prefix_lm, blocks) "
@@ -378,14 +379,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
             )
         self.calls += 1
         return sdpa(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            False,
-            scale,
-            enable_gqa,
+            *call._replace(is_causal=False),
             sharding=self.sharding,
             mask=mask,
             cache=self.cache,

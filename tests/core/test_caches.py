@@ -354,7 +354,7 @@ KEPT: dict[str, str] = {
     "comm.trace": "open_traces",
     "comm.waiting": "_name",
     "decoding": "KeyValueCache._layers KeyValueCache._intervals",
-    "diffusers.patch": "Patch.__init__ _Call.lengths _Call.first",
+    "diffusers.call": "Calls.__init__ Call.lengths Call.first",
     "diffusers.plans": "Plan",
     "diffusers.trial": "Trial._orders",
     "hf.accelerate": "_maker",

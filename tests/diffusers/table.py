@@ -19,7 +19,7 @@ from seqpar.base.replaced import replaced
 from seqpar.diffusers.plans import PLANS, REFUSED
 
 from ..pool import Pool, on_ranks
-from .models import MASKED, MODELS, Case, class_of, installed, make
+from .models import MASKED, MODELS, Case, class_of, installed, make, without_casts
 from .test_models import cases, compare, distance, output, run, verify, weights
 
 PAGE = Path(__file__).parents[2] / "docs" / "diffusers.md"
@@ -57,7 +57,7 @@ def compared(name: str) -> str:
 
 def equal(pool: Pool) -> list[str]:
     """The largest errors of each class with a plan."""
-    largest = defaultdict[tuple[str, str, bool], float](float)
+    largest = defaultdict[tuple[str, str], float](float)
     for model in MODELS:
         name = class_of(model)
         for world in (2, 3, 4):
@@ -66,15 +66,10 @@ def equal(pool: Pool) -> list[str]:
                 verify(case, results)
                 print(f"{world} ranks, {case}: {words(results[0])}", flush=True)
                 for what, error in (item for found in results for item in found.items()):
-                    key = name, what, world == 3
-                    largest[key] = max(largest[key], error)
-    header = ["class", "what was compared", "output", "weights", "inputs", "weights, 3 ranks", "inputs, 3 ranks"]
-    rows = []
-    for name in PLANS:
-        errors = [max(largest[name, "output", three] for three in (False, True))]
-        errors += [largest[name, what, three] for three in (False, True) for what in ("weights", "inputs")]
-        rows.append([f"`{name}`", compared(name), *(f"{error:.0e}" for error in errors)])
-    return table(header, rows)
+                    largest[name, what] = max(largest[name, what], error)
+    columns = ["output", "weights", "inputs"]
+    rows = [[f"`{name}`", compared(name), *(f"{largest[name, what]:.0e}" for what in columns)] for name in PLANS]
+    return table(["class", "what was compared", *columns], rows)
 
 
 def refused() -> list[str]:
@@ -93,6 +88,11 @@ def words(errors: dict[str, float]) -> str:
 @on_ranks
 def context_parallel(group: ProcessGroup, case: Case, options: dict[str, Any]) -> str:
     """The errors of diffusers' context parallelism, or the text of the error that it raises."""
+    with without_casts():
+        return errors_of(group, case, options)
+
+
+def errors_of(group: ProcessGroup, case: Case, options: dict[str, Any]) -> str:
     model, inputs = make(case, SEED)
     out, input_grads = run(model, inputs)
     grads = weights(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -26,10 +26,10 @@ from seqpar import Mask, sync_gradients
 from ..cases import Batch
 from ..pool import Pool, on_ranks
 from ..reference import assert_error
-from .models import MASKED, MODELS, ONE_STREAM, ROUNDED, UNPADDED, Case, available, make
+from .models import FLOAT32, MASKED, MODELS, ONE_STREAM, UNPADDED, Case, available, make, without_casts
 
 diffusers = pytest.importorskip("diffusers")
-from seqpar.diffusers import Across, Plan, gather, parallelize, patch, restore  # noqa: E402
+from seqpar.diffusers import Across, Plan, call, gather, parallelize, patch, restore  # noqa: E402
 from seqpar.diffusers.plans import PLANS, plan_of  # noqa: E402
 
 
@@ -66,9 +66,9 @@ def broken(what: str | None) -> Iterator[None]:
     """Break the package in the block."""
     with pytest.MonkeyPatch.context() as patches:
         if what == "local attention":
-            patches.setattr(patch, "sdpa", lambda q, k, v, *args, **kwargs: F.scaled_dot_product_attention(q, k, v))
+            patches.setattr(call, "sdpa", lambda q, k, v, *args, **kwargs: F.scaled_dot_product_attention(q, k, v))
         elif what == "no mask":
-            patches.setattr(patch._Call, "mask", lambda call, streams, masked: (Mask.full(), streams))
+            patches.setattr(call.Call, "mask", lambda _, streams, masked: (Mask.full(), streams))
         elif what == "streams in another order":
 
             def reverse(model: nn.Module) -> Plan:
@@ -90,6 +90,11 @@ def broken(what: str | None) -> Iterator[None]:
 
 @on_ranks
 def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any]) -> dict[str, float]:
+    with nullcontext() if "compiled" in options else without_casts():
+        return errors_of(group, case, seed, options)
+
+
+def errors_of(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any]) -> dict[str, float]:
     model, inputs = make(case, seed)
     if "reentrant" in options:
         model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=options["reentrant"]))
@@ -118,12 +123,11 @@ def compare(group: ProcessGroup, case: Case, seed: int, options: dict[str, Any])
     return found
 
 
-def verify(case: Case, results: list[dict[str, float]]) -> None:
-    # Models cast to float32. Over 2 or 4 ranks, a rank's gradient is a power of two times its share, and rounds alike.
-    exact = (case.model not in ROUNDED and len(results) != 3) or case.model in ("sd3", "sd3_control")
+def verify(case: Case, results: list[dict[str, float]], casts: bool = False) -> None:
+    dtype = torch.float32 if casts or case.model in FLOAT32 else torch.float64
     for rank, found in enumerate(results):
         for name, error in found.items():
-            assert_error(error, 0.0, f"{name} of rank {rank}", dtype=torch.float64 if exact else torch.float32)
+            assert_error(error, 0.0, f"{name} of rank {rank}", dtype=dtype)
 
 
 def cases(model: str, world: int) -> list[Case]:
@@ -140,7 +144,8 @@ def cases(model: str, world: int) -> list[Case]:
 
 
 def check(batch: Batch, world: int, some: list[Case], **options: Any) -> None:
-    batch.check(world, compare, some, verify, int(torch.randint(2**31, ())), options)
+    limits = partial(verify, casts="compiled" in options)
+    batch.check(world, compare, some, limits, int(torch.randint(2**31, ())), options)
 
 
 QUICK = ("flux", "wan", "hunyuan", "qwen", "z_image")
