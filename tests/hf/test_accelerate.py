@@ -593,6 +593,8 @@ BODIES["switches"] = lambda config, folder, names, batch=2: {
 )
 def test_switches(pools: dict[int, Pool], tmp_path: Path, world: int, names: list[str]) -> None:
     """Each switch is right over 2 ranks that share sequences, and the samplers over 2 such groups."""
+    if world == 4 and "has no batch size" in inspect.getsource(accelerate.data_loader.BatchSamplerShard.__init__):
+        names = [name for name in names if name != "batch_rebalance"]  # an old accelerate refuses it on several ranks
     expected = alone("switches", str(tmp_path / "alone"), names, world)
     for ours in pools[world].run(world, parallel, "switches", {"cp_size": 2}, str(tmp_path / "ranks"), names):
         for name, (losses, metrics) in ours.items():
@@ -899,13 +901,12 @@ def test_ranks_draw_the_same_rows(pools: dict[int, Pool], workers: int) -> None:
     """
     if workers < 0:
         pytest.importorskip("torchdata")
+        if "adjust_state_dict_for_prefetch" not in vars(accelerate.data_loader.DataLoaderShard):
+            pytest.skip("this version of accelerate resumes loaders at another batch")
     first, second = pools[2].run(2, drawn, 2, workers)
+    assert first == second and first[:4] != first[4:8] and len(first) == (23 if workers >= 0 else 12)
     by_rank = pools[4].run(4, drawn, 2, workers)
-    assert first == second and first[:4] != first[4:8]
-    assert by_rank[0] == by_rank[1] != by_rank[2] == by_rank[3]
-    # accelerate 1.12 repeats batches of torchdata's loaders when they are resumed.
-    if workers >= 0 or "adjust_state_dict_for_prefetch" in vars(accelerate.data_loader.DataLoaderShard):
-        assert (len(first), len(by_rank[0])) == ((23, 11) if workers >= 0 else (12, 8))
+    assert by_rank[0] == by_rank[1] != by_rank[2] == by_rank[3] and len(by_rank[0]) == (11 if workers >= 0 else 8)
     rows = sorted(row[0] // 100 for rank in (0, 2) for _, labels in by_rank[rank][:2] for row in labels)
     assert rows == [*range(8)]  # every row of an epoch once
 
