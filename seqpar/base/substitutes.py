@@ -54,6 +54,12 @@ def linear(x: Tensor, features: int) -> Tensor:
     return out * (1 + 0.3 * torch.cos(count(features, x.device) * 0.9)).to(x.dtype)
 
 
+def own_token(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention ``[b, h, s, d]`` in which a token sees itself only. It depends on the token's q, k and v."""
+    token = (v + k.mean(-1, keepdim=True)).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    return token + q.mean(-1, keepdim=True)
+
+
 def is_quantized(module: nn.Module) -> bool:
     """Whether ``module`` is a linear layer with integer weights, of which only its class knows how they multiply."""
     sizes = getattr(module, "in_features", None), getattr(module, "out_features", None)

@@ -285,7 +285,6 @@ class Patch:
 
     @no_compile
     def _forward(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model or of a copy of it."""
         if getattr(model, "_parallel_config", None) is not None:
             raise ValueError(
                 "model: enable_parallelism was called; a model has either diffusers' parallelism or seqpar's"
@@ -380,7 +379,6 @@ class Patch:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The forward of an attention module."""
         mode, keys = self.now(name), "encoder_hidden_states"
         if not mode.call.lengths:
             mode.call.before_cuts.add(name)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.substitutes import is_quantized, linear, restored, substitute, tensors_of
+from ..base.substitutes import is_quantized, linear, own_token, restored, substitute, tensors_of
 from .foreign import modules_of
 from .plans import Across, Plan
 
@@ -55,8 +55,7 @@ def attend_to_own_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention ``[b, h, s, d]`` in which a token sees itself only. It depends on the token's query, key and value."""
     if query.shape[2] != key.shape[2]:  # from one stream to another
         return query.mean(-1, keepdim=True).expand(*query.shape[:3], value.shape[3])
-    token = (value + key.mean(-1, keepdim=True)).repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return token + query.mean(-1, keepdim=True)
+    return own_token(query, key, value)
 
 
 class Trial:

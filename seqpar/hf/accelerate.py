@@ -427,7 +427,6 @@ def prepare_models(accelerator: accelerate.Accelerator, prepare: Any) -> None:
 
 
 def _note_wrapper(model: nn.Module) -> None:
-    """Note that the Accelerator has wrapped ``model`` for training."""
     for module in model.modules():
         if isinstance(patch := getattr(module, "_seqpar", None), Patch):
             patch.needs_wrapper = False

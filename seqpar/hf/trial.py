@@ -14,9 +14,7 @@ these by itself. In them each token attends to the token before it, so that rota
 A third run with more tokens tells whether an output depends on how many tokens follow. A last run of this row, with
 labels, records how the model's forward computes a loss.
 
-The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded. Instead, each
-parameter is a view of a few kilobytes of numbers, and cheap functions of each token replace linear layers and
-embeddings. Of several layers of the same kind, only the first one runs.
+The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded (``cheap.py``).
 """
 
 from __future__ import annotations
@@ -25,25 +23,19 @@ import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from ..base.replaced import replaced
-from ..base.substitutes import count, is_quantized, linear, restored, substitute, tensors_of
+from ..base.substitutes import own_token, tensors_of
+from .cheap import TokenwiseFunctions, configs, run_one_of_each_kind, substitutes
 from .indexer_trial import check_indices, choose_own_tokens
 from .key_values import expand, has_latent_kv
 from .mixers import tokenwise_mixers
-from .state import NAME
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
 _SHIFT = 3  # by how many tokens the last row is shifted
@@ -54,7 +46,6 @@ _LENGTHS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
 _LONGEST = 1 << 24  # tokens of a row; float32 counts no further
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
 _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _SMALL = 1 << 16  # a linear layer with fewer features is no output embedding
 
 
@@ -96,7 +87,7 @@ class Trial:
         self.error: Exception | None = None  # what ended the trial run
         self.ran: set[nn.Module] = set()  # the modules whose forward was called
         sizes = {n for p in (*root.parameters(), *root.buffers()) for n in p.shape}
-        sizes |= {n for config in _configs(root) for n in vars(config).values() if isinstance(n, int)}
+        sizes |= {n for config in configs(root) for n in vars(config).values() if isinstance(n, int)}
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
         self.longer = next(n for n in _LENGTHS if n > self.length and n not in sizes)
         self._root = root
@@ -184,7 +175,7 @@ class Trial:
         if not self.records:
             return
         name = self._names.get(module, ""), type(module).__name__
-        with torch._C.DisableTorchFunction():  # ``_TokenwiseFunctions`` would be called for every operation
+        with torch._C.DisableTorchFunction():  # ``TokenwiseFunctions`` would be called for every operation
             tensors = [x for x in (_by_token(x, self.rows, self.length) for x in tensors_of(values)) if x is not None]
             if self.mixer is None and any(map(_depends_on_others, tensors)):
                 self.mixer = name
@@ -218,10 +209,7 @@ def attend_to_own_token(
     """
     if has_latent_kv(module):
         k, v = expand(module, k, v)
-    groups = q.shape[1] // k.shape[1]
-    token = v + k.mean(-1, keepdim=True)  # [batch, kv_heads, seq, v_head_dim]
-    out = token.repeat_interleave(groups, dim=1) + q.mean(-1, keepdim=True)
-    return out.transpose(1, 2).contiguous().to(v.dtype), None
+    return own_token(q, k, v).transpose(1, 2).contiguous().to(v.dtype), None
 
 
 def _attend_to_token_before(module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
@@ -253,7 +241,7 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(_substitutes(root, trial.mask_calls))
+            stack.enter_context(substitutes(root, trial.mask_calls))
             stack.enter_context(torch.random.fork_rng([]))
             # With so few tokens, several threads would be slower than one.
             stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -263,10 +251,10 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
                 stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(trial.after).remove)
             choose_own_tokens(root, trial.check)
-            same_kind, results = _run_one_of_each_kind(root)
+            same_kind, results = run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(attend))
             stack.enter_context(tokenwise_mixers(root, trial.mixes))
-            functions = _TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL), trial.length)
+            functions = TokenwiseFunctions(max(root.config.get_text_config().vocab_size, _SMALL), trial.length)
             stack.enter_context(functions)
             parameters = inspect.signature(root.forward).parameters
             arguments: dict[str, Any] = {
@@ -287,11 +275,14 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             trial.check_output(output)
             masks = len(trial.mask_calls)
 
-            def counts(longest: int) -> bool:
+            def run_again(**given: Any) -> Any:
                 for result in results:
                     result.clear()
+                return root(**given)
+
+            def counts(longest: int) -> bool:
                 trial.counter, functions.last_index = None, longest - 1
-                root(position_ids=positions, **arguments)
+                run_again(position_ids=positions, **arguments)
                 return trial.counter is not None
 
             if trial.counter is None:
@@ -302,19 +293,11 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             arguments |= dict.fromkeys(("input_ids", *also), ids[-1:])
             if "attention_mask" in parameters:
                 arguments["attention_mask"] = (torch.arange(trial.length) >= _SHIFT).long()[None]
-            outputs = []
-            for given in ({"position_ids": positions[-1:]}, {}):
-                for result in results:
-                    result.clear()
-                outputs.append(root(**arguments, **given))
-            trial.check_positions(*outputs)
-            for result in results:
-                result.clear()
-            trial.check_length(outputs[0], root(**_lengthened(arguments, positions[-1:], trial.longer)))
+            output = run_again(**arguments, position_ids=positions[-1:])
+            trial.check_positions(output, run_again(**arguments))
+            trial.check_length(output, run_again(**_lengthened(arguments, positions[-1:], trial.longer)))
             if "labels" in parameters:
-                for result in results:
-                    result.clear()
-                trial.loss = _find_loss(root, arguments, functions)
+                trial.loss = _find_loss(root, run_again, arguments, functions)
             del trial.mask_calls[masks:]
         except Exception as error:
             trial.error = error
@@ -330,7 +313,9 @@ def _lengthened(arguments: dict[str, Any], positions: Tensor, length: int) -> di
     return {**found, "position_ids": torch.arange(length, device="cpu")[None] + positions[:, :1]}
 
 
-def _find_loss(root: PreTrainedModel, arguments: dict[str, Any], functions: _TokenwiseFunctions) -> Loss:
+def _find_loss(
+    root: PreTrainedModel, run: Callable[..., Any], arguments: dict[str, Any], functions: TokenwiseFunctions
+) -> Loss:
     calls: list[Any] = []
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
@@ -346,7 +331,7 @@ def _find_loss(root: PreTrainedModel, arguments: dict[str, Any], functions: _Tok
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     functions.cross_entropies = found
     try:
-        output = root(**{**arguments, "labels": labels})
+        output = run(**{**arguments, "labels": labels})
         loss, logits = (output if isinstance(output, tuple) else output.to_tuple())[:2]
     except Exception:  # a loss that these labels do not fit
         return Loss(forward, bool(calls))
@@ -363,66 +348,6 @@ def function_of(forward: Any) -> Any:
     """The function of the method ``forward``, without decorators."""
     forward = inspect.unwrap(forward)
     return getattr(forward, "__func__", forward)
-
-
-def _run_one_of_each_kind(root: nn.Module) -> tuple[list[tuple[nn.Module, nn.Module]], list[dict[Any, Any]]]:
-    """Replace the forward of layers in lists, so that only the first layer of each kind runs.
-
-    The other layers return its results (0.6 s instead of 20 s for a model of 80 layers). Returns each of them with the
-    first layer of its kind, and the tables of the results. ``_substitutes`` restores the forwards.
-    """
-    same_kind, tables = [], []
-    lists = [(name, m) for name, m in root.named_modules() if isinstance(m, nn.ModuleList)]
-    for name, layers in lists:
-        if any(name.startswith(outer + ".") for outer, _ in lists):
-            continue
-        first_of_kind: dict[Any, tuple[nn.Module, dict[Any, Any]]] = {}
-        for layer in layers:
-            first, results = first_of_kind.setdefault(_kind(layer), (layer, {}))
-            vars(layer)["forward"] = _memoized(layer.forward, results)
-            if first is not layer:
-                same_kind.append((layer, first))
-        tables += [results for _, results in first_of_kind.values()]
-    return same_kind, tables
-
-
-def _memoized(forward: Callable[..., Any], results: dict[Any, Any]) -> Callable[..., Any]:
-    def run_once(*args: Any, **kwargs: Any) -> Any:
-        shapes = str([tuple(x.shape) if isinstance(x, Tensor) else type(x) for x in tree_leaves((args, kwargs))])
-        if shapes not in results:
-            results[shapes] = forward(*args, **kwargs)
-        return tree_map_only(Tensor, Tensor.clone, results[shapes])  # a copy, because models change it in place
-
-    return run_once
-
-
-def _kind(layer: nn.Module) -> Any:
-    """Equal for layers that differ only in their index and in the values of their weights."""
-    kind = []
-    for name, module in layer.named_modules():
-        properties = {"type": type(module), "name": name}
-        config, index = getattr(module, "config", None), getattr(module, "layer_idx", None)
-        types = getattr(config, "layer_types", None)
-        if types and isinstance(index, int) and index < len(types):
-            properties["layer type"] = types[index]
-        for key, x in vars(module).items():
-            if key in _OF_EVERY_MODULE or key in ("layer_idx", "layer_id"):
-                continue
-            if isinstance(x, str | int | float | list | tuple | None):
-                properties[key] = str(x)
-            else:  # for example a forward that accelerate has set on the instance
-                properties[key] = _function_key(x) if callable(x) else type(x)
-        for key, x in (*module._parameters.items(), *module._buffers.items()):
-            properties[key] = None if x is None else tuple(x.shape)
-        kind.append(tuple(properties.items()))
-    return tuple(kind)
-
-
-def _function_key(x: Any) -> Any:
-    """Equal for the same function with the same options, to whatever module it is bound."""
-    if isinstance(x, partial):
-        return _function_key(x.func), str(x.keywords)
-    return id(getattr(x, "__func__", x))
 
 
 def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:
@@ -486,93 +411,3 @@ def replaced_interface(replace: Callable[..., Any]) -> Iterator[None]:
     # The method of the class is replaced, because some model files have an interface object of their own.
     with replaced(AttentionInterface, get_interface=look_up):
         yield
-
-
-@contextmanager
-def _substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Iterator[None]:
-    """In the block, small tensors on the CPU replace the weights, and the model has no hooks.
-
-    The mask interface returns no mask, and appends the arguments of its calls to ``mask_calls``.
-    """
-    with ExitStack() as stack:
-        shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
-        # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
-        stack.enter_context(restored(root))
-        for module in root.modules():
-            if any(isinstance(x, DTensor) for x in module._parameters.values()):
-                # transformers' tensor parallelism sets a forward that converts from and to DTensors.
-                vars(module).pop("forward", None)
-            for store in (module._parameters, module._buffers):
-                for name, x in list(store.items()):
-                    if x is not None and (x.device.type != "cpu" or store is module._parameters):
-                        store[name] = shared.setdefault(id(x), substitute(x))
-            # transformers installs the hooks that record outputs in a model's first forward, and again without this.
-            vars(module).pop("_output_capturing_hooks_installed", None)
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
-            module.training = False
-            if is_quantized(module):
-                vars(module)["forward"] = partial(linear, features=module.out_features)
-        for config in _configs(root):
-            values = ("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")
-            for name, value in (*values, ("use_cache", False)):
-                if hasattr(config, name):
-                    stack.enter_context(replaced(config, **{name: value}))
-        stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
-        ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: mask_calls.append(kwargs)
-        yield
-
-
-def _configs(root: PreTrainedModel) -> list[PreTrainedConfig]:
-    configs = {id(x): x for m in root.modules() for x in vars(m).values() if isinstance(x, PreTrainedConfig)}
-    return list(configs.values())
-
-
-# These functions would make a contiguous copy of a weight whose rows overlap in memory.
-_PRODUCTS = (torch.bmm, torch.matmul, Tensor.bmm, Tensor.matmul, Tensor.__matmul__)
-_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-_NO_OPTIONS = [None, None, -100, None, "mean", 0.0]  # weight, size_average, ignore_index, reduce, reduction, smoothing
-
-
-class _TokenwiseFunctions(TorchFunctionMode):
-    """Replaces linear layers, products with large weights, and embeddings by cheap functions of each token.
-
-    All logits, the outputs of a linear layer with at least ``vocabulary`` features, have the same value.
-    With a ``last_index``, ``torch.arange(length)`` counts from 0 to ``last_index`` in ``length`` numbers.
-    With a list of ``cross_entropies``, ``F.cross_entropy`` without options is 0, and appends the 0, its logits and its
-    labels to the list.
-    """
-
-    def __init__(self, vocabulary: int, length: int) -> None:
-        super().__init__()
-        self.vocabulary = vocabulary
-        self.length = length
-        self.last_index: int | None = None
-        self.cross_entropies: list[tuple[Tensor, Tensor, Tensor]] | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.linear:
-            features = (args[1] if len(args) > 1 else kwargs["weight"]).shape[0]
-            x = args[0] if args else kwargs["input"]
-            if features >= self.vocabulary:
-                return linear(x, 1).expand(*x.shape[:-1], features)
-            return linear(x, features)
-        if func in _PRODUCTS and len(args) == 2 and args[1].untyped_storage().nbytes() < args[1].nbytes:
-            x, weight = args  # experts whose weights are one tensor, whose rows overlap
-            return linear(x.expand(*weight.shape[: weight.dim() - x.dim()], *x.shape), weight.shape[-1])
-        if func is F.embedding:
-            weight = args[1] if len(args) > 1 else kwargs["weight"]
-            ids = args[0] if args else kwargs["input"]  # [...], to [..., channels] with different values for each id
-            return torch.sin((ids[..., None] + 1) * (count(weight.shape[-1]) * 0.37 + 1.0))
-        if func is F.cross_entropy and self.cross_entropies is not None:
-            call = _CROSS_ENTROPY.bind(*args, **kwargs)
-            call.apply_defaults()
-            logits, labels, *options = call.args
-            if options == _NO_OPTIONS:
-                self.cross_entropies.append((torch.zeros((), device="cpu"), logits, labels))
-                return self.cross_entropies[-1][0]
-        result = func(*args, **kwargs)
-        if func is torch.arange and self.last_index is not None and result.shape == (self.length,):
-            return (result.long() * self.last_index // (self.length - 1)).to(result.dtype)
-        return result

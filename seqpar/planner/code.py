@@ -229,7 +229,6 @@ def _hugging_face(
 
 
 def _tensor_parallel(choice: Choice, mask: Mask, memory: str, shared: Mapping[str, str | None], packed: bool) -> str:
-    """The model of the package's tensor-parallel layers."""
     balanced, masked = choice.layout == "balanced", mask != Mask.causal()
     sharding = f'seqpar.Sharding(seq_len, "{choice.layout}", mesh=mesh, strategy="tp_sp")'
     if balanced:

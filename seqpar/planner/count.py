@@ -116,7 +116,6 @@ def counted_shape(config: Any, name: str) -> ModelShape:
 
 
 def _model(config: Any) -> Any:
-    """The model of a configuration on the meta device."""
     try:
         import transformers
     except ImportError as error:
@@ -285,7 +284,6 @@ class _Mlp(NamedTuple):
 
 
 def _layers(run: _Run) -> list[_Layer]:
-    """The layers that ran, in order."""
     if not run.calls:
         raise ValueError(
             f"model: no layer of {run.of} calls attention through transformers' AttentionInterface, as "
