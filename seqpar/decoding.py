@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .base.checks import check_head_vector, check_inputs, no_compile
-from .comm.collectives import all_gather_single
+from .comm.collectives import all_gather_single, run
 from .comm.trace import count_sent
-from .comm.waiting import operation, run
+from .comm.waiting import operation
 from .functional import attention
 from .kernels import select
 from .kernels.base import Carry, Score, empty_carry, finish, merge_

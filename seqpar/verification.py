@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .base.checks import check_number
 from .base.replaced import replaced
+from .comm.collectives import run
 from .comm.trace import trace
-from .comm.waiting import run
 from .ranks.mesh import global_ranks, sequence_group, size_of
 from .ranks.rendezvous import group_timeout, store_all_gather
 from .sharding.same_rows import OtherRowsError

@@ -6,6 +6,8 @@ Shapes: b batch, s tokens of one rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +15,40 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..ranks.calls import calls_of, current
 from ..ranks.mesh import Ranks
+from ..ranks.rendezvous import is_simulated
+from .communicator import communicator
 from .p2p import Link, connect, sends_messages
 from .shared_memory import share_messages
 from .trace import count_sent
-from .waiting import Pending, run, start
+from .waiting import Pending, call, operation, operation_name, start, waiting
 
 # torch 2.13 renamed two of the collectives; 2.11 has only the old names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_to_all_single: Callable[..., Any] = dist.all_to_all_single
+
+
+def run(collective: Callable[..., Any], *args: Any, group: ProcessGroup, **kwargs: Any) -> None:
+    """Run a collective of torch.distributed, whose first argument is a tensor. Its errors name the missing ranks.
+
+    It is a call of the group, unless it is a part of one. Tensors on the host are sent in the group's communicator:
+    after an error its connections are closed, so that no rank waits, and none takes them for another call's.
+    """
+    what, x = operation_name(collective.__name__), args[0]
+    is_part = current.get() is calls_of(group)
+    with nullcontext() if is_part else call(group, what, x.numel(), x.itemsize), operation(what):
+        if x.device.type == "cpu" and not is_simulated():
+            started = partial(collective, **kwargs)
+            start(started, *args, buffers=[x], ranks=group, group=communicator(group, x.device)).wait()
+            return
+        with waiting(what, group):
+            try:
+                collective(*args, group=group, **kwargs)
+            except BaseException:
+                calls_of(group).unusable = what
+                raise
 
 
 def all_gather(x: Tensor, lengths: Sequence[int], dim: int, group: ProcessGroup | None) -> Tensor:

@@ -44,7 +44,7 @@ from ..ranks.calls import MESSAGES_FAILED, Close, OutOfStepError, Tag, calls_of,
 from ..ranks.mesh import Ranks, global_ranks, host_name, parent_group, rank_in
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
 from .trace import say_transport
-from .waiting import Message, PeerError, Pending, failure, name_of_messages
+from .waiting import Message, PeerError, Pending, failure, operation_name
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _CPU = torch.device("cpu")
@@ -227,7 +227,7 @@ class SharedMemoryTransport:
         poll.register(pipes[peer], event)
         first, limit = min(LONG_WAIT, self._timeout).total_seconds(), self._timeout.total_seconds()
         if not poll.poll(first * 1000):
-            own_entry.write(name_of_messages())
+            own_entry.write(operation_name())
             self._tell(peer, _WAITS)
             if not poll.poll((limit - first) * 1000):
                 raise PeerError(peer, f"timed out after {limit:.0f} s")
@@ -355,7 +355,7 @@ def share_messages(
     try:
         works = memory.exchange(sends, receives, mode)
     except PeerError as error:
-        raise failure(name_of_messages(), ranks, error, began) from error
+        raise failure(operation_name(), ranks, error, began) from error
     return Pending(works, buffers, ranks, [peer for peer, _ in receives])
 
 

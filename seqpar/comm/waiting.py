@@ -25,14 +25,14 @@ from .streams import TransferStream, posting_stream
 _name: ContextVar[str | None] = ContextVar("operation", default=None)
 
 
-def name_of_messages() -> str:
-    """The name of messages in errors."""
-    return f"messages of {_name.get() or 'attention'}"
+def operation_name(default: str = "messages of attention") -> str:
+    """The name of messages and collectives in errors."""
+    return _name.get() or default
 
 
 @contextmanager
 def operation(name: str) -> Iterator[None]:
-    """In the block, or in the decorated function, the errors of ``run`` call its collectives ``name``."""
+    """In the block, or in the decorated function, errors call the messages and collectives ``name``."""
     before = _name.set(name)
     try:
         yield
@@ -84,22 +84,6 @@ def call(ranks: Ranks | None, name: str, *what: int, goes_on: bool = False) -> A
     group = parent_group(ranks)
     # Python's hash of a str differs from process to process; its hash of an int does not.
     return calls_of(group).call(group, hash((zlib.crc32(name.encode()), *what)), goes_on)
-
-
-def run(collective: Callable[..., Any], *args: Any, group: ProcessGroup, **kwargs: Any) -> None:
-    """Run a collective of torch.distributed, whose first argument is a tensor, with errors as in ``waiting``.
-
-    It is a call of the group, unless it is a part of one.
-    """
-    what, in_parts = _name.get() or collective.__name__, args[0].device.type == "cpu" and not is_simulated()
-    with nullcontext() if current.get() is not None else call(group, what), waiting(what, group):
-        try:
-            work = collective(*args, group=group, async_op=in_parts, **kwargs)
-        except BaseException:
-            calls_of(group).unusable = what
-            raise
-        if in_parts:
-            wait_in_parts(work, what)
 
 
 class Started(Protocol):
@@ -167,7 +151,7 @@ class Pending:
         try:
             for work in self._works:
                 if self._peers is None and self._buffers[0].device.type == "cpu":
-                    wait_in_parts(work, name_of_messages())
+                    wait_in_parts(work, operation_name())
                 else:
                     work.wait()
                 done += 1
@@ -182,7 +166,7 @@ class Pending:
                 raise
             assert self._ranks is not None
             cause = error if self._peers is None else PeerError(self._peers[done], str(error))
-            raise failure(name_of_messages(), self._ranks, cause, began) from error
+            raise failure(operation_name(), self._ranks, cause, began) from error
         if own_entry.written:
             own_entry.remove()
         if self._written is not None:
@@ -257,7 +241,7 @@ def start(
     except OutOfStepError:
         raise
     except RuntimeError as error:
-        raise failure(name_of_messages(), ranks, error, began) from error
+        raise failure(operation_name(), ranks, error, began) from error
 
 
 def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, group: Any) -> Pending:
@@ -278,7 +262,7 @@ def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks:
             at = len(works)
             works += dist.batch_isend_irecv([dist.P2POp(op, tensor, group=group, group_peer=peer, tag=number)])
     except RuntimeError as error:
-        raise failure(name_of_messages(), ranks, PeerError(peers[at], str(error)), began) from error
+        raise failure(operation_name(), ranks, PeerError(peers[at], str(error)), began) from error
     return Pending(works, buffers, ranks, peers)
 
 

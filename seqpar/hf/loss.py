@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..base.checks import no_compile
 from ..base.replaced import replaced_in
-from ..comm.collectives import all_gather, sum_shards
-from ..comm.waiting import run
+from ..comm.collectives import all_gather, run, sum_shards
 from ..layers.loss import AllReduceSum
 from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard

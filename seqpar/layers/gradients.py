@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataPa
 from torch.distributed.tensor import DTensor
 
 from ..base.checks import check_choice, check_module
-from ..comm.collectives import all_reduce
+from ..comm.collectives import all_reduce, run
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
-from ..comm.waiting import operation, run
+from ..comm.waiting import operation
 from ..ranks.mesh import (
     all_ranks_group,
     averaged_dimensions,

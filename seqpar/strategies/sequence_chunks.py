@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..base.cache import cached_tensors
-from ..comm.collectives import all_gather, all_to_all_single, reduce_scatter
+from ..comm.collectives import all_gather, all_to_all_single, reduce_scatter, run
 from ..comm.p2p import Link, call, connect, exchange
 from ..comm.trace import count_sent
-from ..comm.waiting import Pending, operation, run
+from ..comm.waiting import Pending, operation
 from ..placement.layout import TokenLayout, split_range
 from ..ranks.mesh import rank_in, size_of
 from .gemm import sum_dtype
