@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .processes import check_own_process
-from .rendezvous import connecting, group_timeout, leave_connecting, store_all_gather
+from .rendezvous import connecting, group_timeout, store_all_gather, write_left
 
 Tag = tuple[int, int]  # the number of a call, and a checksum of what is called
 # Closes a connection. The argument is ``Calls.left_by`` after an exception in a call; None if there was none.
@@ -60,6 +60,7 @@ class Calls:
         greeted: the process groups and ranks with which the tag has been exchanged.
         left_by: the rank of the job whose error has ended the call. MESSAGES_FAILED: the ranks find out together which
             rank is missing (``failed_wait``).
+        epoch: of the default group: how often the ranks have begun to count their calls again.
         unusable: the operation of torch.distributed in which this rank may have failed before the other ranks.
     """
 
@@ -74,7 +75,7 @@ class Calls:
         self.unusable: str | None = None
         self._closers: list[Close] = []
         self._used: WeakSet[Calls] = WeakSet((self,))  # whose connections the calls of this group use
-        self._number = self._epoch = 0
+        self._number = self.epoch = 0
         self._thread = self._running = 0  # identifiers of threads
 
     def connect(self, key: Any, make: Callable[[], tuple[Any, Close]]) -> Any:
@@ -114,7 +115,7 @@ class Calls:
             if not goes_on:
                 self._number += 1
                 self.greeted.clear()
-            at = connecting.set((f"seqpar/left/{group.group_name}/{self._epoch}", self._number))
+            at = connecting.set((_left_key(group, self._number), _left_key(group, "any")))
             if self.left:
                 self._meet(group)
             self.tag = self._number, what
@@ -158,7 +159,8 @@ class Calls:
         left_by = dist.get_rank() if self.left_by is None else self.left_by
         for calls in [*self._used]:
             calls.close(left_by)
-        leave_connecting()
+        for key in (connecting.get() or ())[:1]:
+            write_left(key)
 
     def close(self, left_by: int | None = None) -> None:
         """Close the connections. Later calls connect the ranks again."""
@@ -230,10 +232,19 @@ def begin_again() -> None:
 
     A rank that waits for this one in a call, because an error has let them get out of step, leaves its call.
     """
-    for calls in all_calls():
+    assert dist.group.WORLD is not None
+    for group, calls in [*_calls.items()]:
+        if calls._number:
+            write_left(_left_key(group, "any"))
         calls.close(dist.get_rank())
         calls.left, calls._number = False, 0
-        calls._epoch += 1
+    calls_of(dist.group.WORLD).epoch += 1
+
+
+def _left_key(group: ProcessGroup, call: int | str) -> str:
+    """The key in the store that a rank writes when it has left a call of the group."""
+    assert dist.group.WORLD is not None
+    return f"seqpar/left/{group.group_name}/{calls_of(dist.group.WORLD).epoch}/{call}"
 
 
 def _forget() -> None:

@@ -139,21 +139,20 @@ def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> N
         poll *= 1.5
 
 
-# While a call connects its ranks: a key, and the number of the call. A rank that leaves the call by an exception writes
-# the number under the key, so that no other rank waits for it.
-connecting: ContextVar[tuple[str, int] | None] = ContextVar("connecting", default=None)
+# While a call connects its ranks: two keys. A rank that leaves the call by an exception writes the first one. A rank
+# that begins to count its calls again writes the second one. No other rank then waits for it.
+connecting: ContextVar[tuple[str, str] | None] = ContextVar("connecting", default=None)
 
 
-def leave_connecting() -> None:
-    """Tell the ranks that wait for this one to connect that it has left the call."""
-    if (call := connecting.get()) is not None and not is_simulated():
+def write_left(key: str) -> None:
+    """Tell the ranks that wait in a call under ``key`` that this rank does not come."""
+    if not is_simulated():
         with suppress(RuntimeError):
-            _get_default_store().set(call[0], str(call[1]))
+            _get_default_store().set(key, "")
 
 
 def _is_left(store: dist.Store) -> bool:
-    call = connecting.get()
-    return call is not None and store.check([call[0]]) and int(store.get(call[0])) >= call[1]
+    return any(store.check([key]) for key in connecting.get() or ())
 
 
 # After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
@@ -188,6 +187,8 @@ def _join(store: dist.Store, key: str, value: str, index: int, purpose: str, tim
             _wait(store, [key], purpose, seconds)
             current = store.get(key).decode()
             if current == before:  # an earlier round: rank 0 has not arrived yet
+                if _is_left(store):
+                    break
                 time.sleep(poll)
                 poll = min(2 * poll, _LONGEST_POLL_S)
                 continue
