@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +21,7 @@ from torch.distributed import ProcessGroup
 from ..ranks.calls import MESSAGES_FAILED, OutOfStepError, calls_of, check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
-from ..ranks.rendezvous import LONG_WAIT, failed_wait, group_timeout, is_simulated, own_entry
+from ..ranks.rendezvous import LONG_WAIT, failed_wait, group_timeout, is_left, is_simulated, own_entry
 from .streams import TransferStream, posting_stream
 
 _name: ContextVar[str | None] = ContextVar("operation", default=None)
@@ -149,12 +151,14 @@ class Pending:
         """
         began, done = time.monotonic(), 0
         try:
-            for work in self._works:
-                if self._peers is None and self._buffers[0].device.type == "cpu":
-                    wait_in_parts(work, operation_name())
-                else:
+            if self._peers is None and self._works and self._buffers[0].device.type == "cpu":
+                _in_parts(partial(_ends, self._works[0]))
+            elif self._works and isinstance(self._works[0], _GLOO_MESSAGES):
+                _wait_in_a_thread(self._works)
+            else:
+                for work in self._works:
                     work.wait()
-                done += 1
+                    done += 1
         except BaseException as error:
             failed = isinstance(error, RuntimeError) and not isinstance(error, OutOfStepError)
             if self._calls is not None:
@@ -165,7 +169,8 @@ class Pending:
             if not failed or not isinstance(error, RuntimeError):
                 raise
             assert self._ranks is not None
-            cause = error if self._peers is None else PeerError(self._peers[done], str(error))
+            at = error.done if isinstance(error, _WaitError) else done
+            cause = error if self._peers is None or at is None else PeerError(self._peers[at], str(error))
             raise failure(operation_name(), self._ranks, cause, began) from error
         if own_entry.written:
             own_entry.remove()
@@ -266,12 +271,79 @@ def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks:
     return Pending(works, buffers, ranks, peers)
 
 
-def wait_in_parts(work: Any, what: str) -> None:
-    """Wait for a collective of tensors on the host. After a while, tell the other ranks that this rank waits."""
+class _WaitError(RuntimeError):
+    """The operation ``done`` of a list has failed. None: another rank has left the call."""
+
+    def __init__(self, done: int | None, message: str) -> None:
+        super().__init__(message)
+        self.done = done
+
+
+def _in_parts(ends: Callable[[], bool]) -> None:
+    """Wait until ``ends()`` is true, which waits for LONG_WAIT at most.
+
+    After the first part, the other ranks are told that this rank waits. It goes on as long as no rank leaves the call.
+    """
+    told = False
+    while not ends():
+        if is_left():
+            raise _WaitError(None, "another rank has left the call")
+        if not told:
+            own_entry.write(operation_name())
+            told = True
+
+
+def _ends(work: Any) -> bool:
     try:
         work.wait(LONG_WAIT)
     except RuntimeError:
         if work.is_completed():
             raise
-        own_entry.write(what)
-        work.wait()
+        return False
+    return True
+
+
+class _Waiter:
+    """A thread that waits for messages of gloo, so that another thread can be interrupted, and sees that a rank has left.
+
+    If the sender or the receiver of a message leaves in the middle of it, gloo does not always notice, and would wait
+    until its timeout. A wait of gloo with a shorter timeout closes all connections when it is over.
+    """
+
+    def __init__(self) -> None:
+        self.messages, self._errors = SimpleQueue[list[Started]](), SimpleQueue[Exception | None]()
+        self.error: Exception | None = None
+        Thread(target=self._run, daemon=True).start()
+
+    def ends(self) -> bool:
+        with suppress(Empty):
+            self.error = self._errors.get(timeout=LONG_WAIT.total_seconds())
+            return True
+        return False
+
+    def _run(self) -> None:
+        while True:
+            works, done, result = self.messages.get(), 0, None
+            try:
+                for work in works:
+                    work.wait()
+                    done += 1
+            except Exception as error:
+                result = error if isinstance(error, OutOfStepError) else _WaitError(done, str(error))
+            del works, work
+            self._errors.put(result)
+
+
+_idle: list[_Waiter] = []
+
+
+def _wait_in_a_thread(works: list[Started]) -> None:
+    waiter = _idle.pop() if _idle else _Waiter()
+    waiter.messages.put(works)
+    _in_parts(waiter.ends)
+    _idle.append(waiter)
+    if waiter.error is not None:
+        raise waiter.error
+
+
+_GLOO_MESSAGES = dist.Work, _Greeting

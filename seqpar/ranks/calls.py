@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from .processes import check_own_process
-from .rendezvous import connecting, group_timeout, store_all_gather, write_left
+from .rendezvous import group_timeout, left_keys, store_all_gather, write_left
 
 Tag = tuple[int, int]  # the number of a call, and a checksum of what is called
 # Closes a connection. The argument is ``Calls.left_by`` after an exception in a call; None if there was none.
@@ -115,7 +115,7 @@ class Calls:
             if not goes_on:
                 self._number += 1
                 self.greeted.clear()
-            at = connecting.set((_left_key(group, self._number), _left_key(group, "any")))
+            at = left_keys.set((_left_key(group, self._number), _left_key(group, "any")))
             if self.left:
                 self._meet(group)
             self.tag = self._number, what
@@ -127,7 +127,7 @@ class Calls:
             if outer is not None:
                 current.reset(outer)
             if at is not None:
-                connecting.reset(at)
+                left_keys.reset(at)
             self.tag, self._running = _NO_CALL, 0
 
     def _check_thread(self) -> None:
@@ -159,7 +159,7 @@ class Calls:
         left_by = dist.get_rank() if self.left_by is None else self.left_by
         for calls in [*self._used]:
             calls.close(left_by)
-        for key in (connecting.get() or ())[:1]:
+        for key in (left_keys.get() or ())[:1]:
             write_left(key)
 
     def close(self, left_by: int | None = None) -> None:

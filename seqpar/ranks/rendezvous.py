@@ -130,7 +130,7 @@ def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> N
     began, poll, told = time.monotonic(), _FIRST_POLL_S, False
     while not store.check(keys):
         waited = time.monotonic() - began
-        if waited > seconds or _is_left(store):
+        if waited > seconds or is_left():
             raise RuntimeError(f"gave up after {waited:.0f} s")
         if waited > LONG_WAIT.total_seconds() and not told:
             own_entry.write(purpose)
@@ -139,9 +139,9 @@ def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> N
         poll *= 1.5
 
 
-# While a call connects its ranks: two keys. A rank that leaves the call by an exception writes the first one. A rank
+# During a call: two keys. A rank that leaves the call by an exception writes the first one. A rank
 # that begins to count its calls again writes the second one. No other rank then waits for it.
-connecting: ContextVar[tuple[str, str] | None] = ContextVar("connecting", default=None)
+left_keys: ContextVar[tuple[str, str] | None] = ContextVar("left_keys", default=None)
 
 
 def write_left(key: str) -> None:
@@ -151,8 +151,9 @@ def write_left(key: str) -> None:
             _get_default_store().set(key, "")
 
 
-def _is_left(store: dist.Store) -> bool:
-    return any(store.check([key]) for key in connecting.get() or ())
+def is_left() -> bool:
+    """Whether another rank has left the call that this rank is in."""
+    return any(_get_default_store().check([key]) for key in left_keys.get() or ())
 
 
 # After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
@@ -187,7 +188,7 @@ def _join(store: dist.Store, key: str, value: str, index: int, purpose: str, tim
             _wait(store, [key], purpose, seconds)
             current = store.get(key).decode()
             if current == before:  # an earlier round: rank 0 has not arrived yet
-                if _is_left(store):
+                if is_left():
                     break
                 time.sleep(poll)
                 poll = min(2 * poll, _LONGEST_POLL_S)
