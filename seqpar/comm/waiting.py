@@ -304,7 +304,7 @@ def _ends(work: Any) -> bool:
 
 
 class _Waiter:
-    """A thread that waits for messages of gloo, so that another thread can be interrupted, and sees that a rank has left.
+    """A thread that waits for gloo's messages, so that another one can be interrupted, and sees that a rank has left.
 
     If the sender or the receiver of a message leaves in the middle of it, gloo does not always notice, and would wait
     until its timeout. A wait of gloo with a shorter timeout closes all connections when it is over.
