@@ -152,9 +152,9 @@ class Pending:
         began, done = time.monotonic(), 0
         try:
             if self._peers is None and self._works and self._buffers[0].device.type == "cpu":
-                _in_parts(partial(_ends, self._works[0]))
-            elif self._works and isinstance(self._works[0], _GLOO_MESSAGES):
-                _wait_in_a_thread(self._works)
+                _wait_for_collective(self._works[0])
+            elif self._works and isinstance(self._works[0], _GLOO_MESSAGES) and self._buffers[0].device.type == "cpu":
+                _wait_for_messages(self._works)
             else:
                 for work in self._works:
                     work.wait()
@@ -279,47 +279,53 @@ class _WaitError(RuntimeError):
         self.done = done
 
 
-def _in_parts(ends: Callable[[], bool]) -> None:
-    """Wait until ``ends()`` is true, which waits for LONG_WAIT at most.
-
-    After the first part, the other ranks are told that this rank waits. It goes on as long as no rank leaves the call.
-    """
-    told = False
-    while not ends():
-        if is_left():
-            raise _WaitError(None, "another rank has left the call")
-        if not told:
-            own_entry.write(operation_name())
-            told = True
-
-
-def _ends(work: Any) -> bool:
-    try:
-        work.wait(LONG_WAIT)
-    except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+def _long_wait(told: bool) -> bool:
+    """After each part of a wait: tell the other ranks once that this rank waits. True: they have been told."""
+    if is_left():
+        raise _WaitError(None, "another rank has left the call")
+    if not told:
+        own_entry.write(operation_name())
     return True
 
 
-class _Waiter:
-    """A thread that waits for gloo's messages, so that another one can be interrupted, and sees that a rank has left.
+def _wait_for_collective(work: Any) -> None:
+    """Wait for a collective of gloo."""
+    told = False
+    while True:
+        try:
+            work.wait(LONG_WAIT)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            told = _long_wait(told)
+
+
+def _wait_for_messages(works: list[Started]) -> None:
+    """Wait for messages of gloo in another thread, so that this one can be interrupted, and sees that a rank has left.
 
     If the sender or the receiver of a message leaves in the middle of it, gloo does not always notice, and would wait
     until its timeout. A wait of gloo with a shorter timeout closes all connections when it is over.
     """
+    told, waiter = False, _idle.pop() if _idle else _Waiter()
+    waiter.messages.put(works)
+    while True:
+        try:
+            error = waiter.errors.get(timeout=LONG_WAIT.total_seconds())
+            break
+        except Empty:
+            told = _long_wait(told)
+    _idle.append(waiter)
+    if error is not None:
+        raise error
+
+
+class _Waiter:
+    """A thread that waits for lists of messages, and returns an error or None for each list."""
 
     def __init__(self) -> None:
-        self.messages, self._errors = SimpleQueue[list[Started]](), SimpleQueue[Exception | None]()
-        self.error: Exception | None = None
+        self.messages, self.errors = SimpleQueue[list[Started]](), SimpleQueue[Exception | None]()
         Thread(target=self._run, daemon=True).start()
-
-    def ends(self) -> bool:
-        with suppress(Empty):
-            self.error = self._errors.get(timeout=LONG_WAIT.total_seconds())
-            return True
-        return False
 
     def _run(self) -> None:
         while True:
@@ -331,19 +337,8 @@ class _Waiter:
             except Exception as error:
                 result = error if isinstance(error, OutOfStepError) else _WaitError(done, str(error))
             del works, work
-            self._errors.put(result)
+            self.errors.put(result)
 
 
 _idle: list[_Waiter] = []
-
-
-def _wait_in_a_thread(works: list[Started]) -> None:
-    waiter = _idle.pop() if _idle else _Waiter()
-    waiter.messages.put(works)
-    _in_parts(waiter.ends)
-    _idle.append(waiter)
-    if waiter.error is not None:
-        raise waiter.error
-
-
 _GLOO_MESSAGES = dist.Work, _Greeting

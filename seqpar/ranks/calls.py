@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -115,7 +116,7 @@ class Calls:
             if not goes_on:
                 self._number += 1
                 self.greeted.clear()
-            at = left_keys.set((_left_key(group, self._number), _left_key(group, "any")))
+            at = left_keys.set(partial(_left_keys, group, self._number))
             if self.left:
                 self._meet(group)
             self.tag = self._number, what
@@ -159,7 +160,7 @@ class Calls:
         left_by = dist.get_rank() if self.left_by is None else self.left_by
         for calls in [*self._used]:
             calls.close(left_by)
-        for key in (left_keys.get() or ())[:1]:
+        for key in left_keys.get()()[:1]:
             write_left(key)
 
     def close(self, left_by: int | None = None) -> None:
@@ -235,16 +236,17 @@ def begin_again() -> None:
     assert dist.group.WORLD is not None
     for group, calls in [*_calls.items()]:
         if calls._number:
-            write_left(_left_key(group, "any"))
+            write_left(_left_keys(group, 0)[1])
         calls.close(dist.get_rank())
         calls.left, calls._number = False, 0
     calls_of(dist.group.WORLD).epoch += 1
 
 
-def _left_key(group: ProcessGroup, call: int | str) -> str:
-    """The key in the store that a rank writes when it has left a call of the group."""
+def _left_keys(group: ProcessGroup, call: int) -> tuple[str, str]:
+    """The keys in the store that a rank writes when it has left this call of the group, and all of its calls."""
     assert dist.group.WORLD is not None
-    return f"seqpar/left/{group.group_name}/{calls_of(dist.group.WORLD).epoch}/{call}"
+    prefix = f"seqpar/left/{group.group_name}/{calls_of(dist.group.WORLD).epoch}"
+    return f"{prefix}/{call}", f"{prefix}/all"
 
 
 def _forget() -> None:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from datetime import timedelta
@@ -139,9 +139,9 @@ def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> N
         poll *= 1.5
 
 
-# During a call: two keys. A rank that leaves the call by an exception writes the first one. A rank
-# that begins to count its calls again writes the second one. No other rank then waits for it.
-left_keys: ContextVar[tuple[str, str] | None] = ContextVar("left_keys", default=None)
+# During a call: returns two keys. A rank that leaves the call by an exception writes the first one. A rank that begins
+# to count its calls again writes the second one. No other rank then waits for it.
+left_keys: ContextVar[Callable[[], Sequence[str]]] = ContextVar("left_keys", default=tuple)
 
 
 def write_left(key: str) -> None:
@@ -153,7 +153,7 @@ def write_left(key: str) -> None:
 
 def is_left() -> bool:
     """Whether another rank has left the call that this rank is in."""
-    return any(_get_default_store().check([key]) for key in left_keys.get() or ())
+    return any(_get_default_store().check([key]) for key in left_keys.get()())
 
 
 # After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
