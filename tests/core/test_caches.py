@@ -352,7 +352,7 @@ KEPT: dict[str, str] = {
     "comm.shared_memory": "_File.segments _Block SharedMemoryTransport._blocks SharedMemoryTransport._of_size",
     "comm.streams": "ReadyEvents._events _posting _stream_of",
     "comm.trace": "open_traces",
-    "comm.waiting": "_name",
+    "comm.waiting": "_name _idle",
     "decoding": "KeyValueCache._layers KeyValueCache._intervals",
     "diffusers.call": "Calls.__init__ Call.lengths Call.first",
     "diffusers.plans": "Plan",
@@ -398,7 +398,7 @@ KEPT: dict[str, str] = {
     "ranks.calls": "Calls.connections Calls.works current _calls",
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
-    "ranks.rendezvous": "connecting",
+    "ranks.rendezvous": "left_keys",
     "scaled_dot_product": "_in_reentrant _without_modules _Modules.masks",
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
