@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.checks import check_choice, check_module
 from ..comm.collectives import all_reduce, run
@@ -373,19 +374,21 @@ def _sync(named: Named, ranks: ProcessGroup | None, divisor: float) -> bool:
     return any(dtypes)
 
 
-_SUM = "_seqpar_sum"  # an attribute of a gradient: its version after it was summed, and over which ranks
+# Gradients that are sums: their version after they were summed, and over which ranks of the job.
+_sums: MutableMapping[Tensor, tuple[int, tuple[int, ...]]] = WeakTensorKeyDictionary()
 
 
 def _note_sum(named: Named, ranks: ProcessGroup | None) -> None:
     for g in (_local_tensor(p.grad) for _, p in named if p.grad is not None and size_of(ranks) > 1):
-        vars(g)[_SUM] = g._version, ranks
+        assert ranks is not None
+        _sums[g] = g._version, global_ranks(ranks)
 
 
 def _refuse_second_sum(named: Named, ranks: ProcessGroup | None) -> None:
     """Raise if a gradient is a sum over several of ``ranks``, and nobody has written to it since."""
     for name, g in ((name, _local_tensor(p.grad)) for name, p in named if p.grad is not None):
-        version, summed = vars(g).get(_SUM, (None, None))
-        if ranks is not None and summed is not None and version == g._version and shares_ranks(summed, ranks):
+        version, summed = _sums.get(g, (-1, ()))
+        if ranks is not None and version == g._version and len({*summed} & {*global_ranks(ranks)}) > 1:
             raise ValueError(
                 f"{name}: its gradient has been summed over these ranks, and has not changed since; another sum would "
                 "multiply it by the number of ranks; call sync_gradients(reduce='sum') once a step, after backward"

@@ -306,6 +306,7 @@ def kept_values() -> dict[str, str]:
 
 KEEPERS = (
     "lru_cache", "cache", "cached_property", "ByteCache", "cached_tensors", "WeakKeyDictionary", "WeakIdKeyDictionary",
+    "WeakTensorKeyDictionary",
     "WeakValueDictionary", "ContextVar", "local",
 )  # fmt: skip
 
@@ -372,6 +373,7 @@ KEPT: dict[str, str] = {
     "kernels.elementwise": "targeted _no_interpreter _installed",
     "kernels.flash": "_takes_intervals _load _parameters",
     "kernels.library": "_capability",
+    "layers.gradients": "_sums",
     "layers.rotary": "_tables",
     "masks.mask": "Mask Mask Mask.checksum Mask.batch",
     "masks.runs": "Runs.rows Runs.starts",
