@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup
 from torch.distributed import distributed_c10d as c10d
 
-from ..ranks.calls import MESSAGES_FAILED, Close, all_calls, calls_of
+from ..ranks.calls import MESSAGES_FAILED, Close, all_calls, calls_of, other_threads
 from ..ranks.mesh import Ranks, global_ranks, parent_group, rank_in, size_of
 from ..ranks.rendezvous import group_timeout, store_all_gather
 from ..schedule.rounds import p2p_rounds
@@ -103,7 +103,10 @@ def _make(ranks: Ranks, device: torch.device, purpose: Purpose, patience: timede
     if short := [rank for rank, (_, enough) in zip(where[1], entries, strict=True) if not enough]:
         raise RuntimeError(f"{what}: rank(s) {short} of the job may open too few files; raise their limit (ulimit -n)")
     group_name = f"seqpar/{nonce}"
-    store = PrefixStore(f"{group_name}/", c10d._get_default_store())
+    job_store: Any = c10d._get_default_store()
+    if other_threads():  # a group's constructor keeps them from the store, while other ranks wait for their keys
+        job_store = job_store.clone()
+    store = PrefixStore(f"{group_name}/", job_store)
     group: Any = ProcessGroup(store, rank, size)  # Any: the private methods below have no type stubs
     if name == "nccl":
         backend_type = ProcessGroup.BackendType.NCCL

@@ -206,6 +206,11 @@ def all_calls() -> list[Calls]:
     return [*_calls.values()]
 
 
+def other_threads() -> bool:
+    """Whether another thread than this one makes calls."""
+    return any(calls._thread not in (0, get_ident()) and _lives(calls._thread) for calls in all_calls())
+
+
 def current_tag() -> Tag:
     """The tag of the messages that this thread sends now."""
     calls = current.get()
