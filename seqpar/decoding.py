@@ -13,6 +13,7 @@ d head_dim of q and k, e head_dim of v.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,7 @@ from .comm.collectives import all_gather_single, run
 from .comm.trace import count_sent
 from .comm.waiting import operation
 from .functional import attention
-from .kernels import select
-from .kernels.base import Carry, Score, empty_carry, finish, merge_
+from .kernels.base import Carry, Score, finish, merge_
 from .masks.mask import Mask
 from .placement.heads import Heads
 from .ranks.mesh import rank_in, size_of
@@ -34,6 +34,7 @@ from .schedule.rows import KeyIntervals
 from .sharding.same_rows import compare, compares_now
 from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec, attention_spec
+from .strategies.local import Kernel, Seen
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -299,7 +300,7 @@ def attend_to_cached(
     # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
     bytes_per_token = size_of(group) * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4
     chunk = max(1, _GATHERED_BYTES // bytes_per_token)
-    outs = []
+    outs, errors = list[Tensor](), list[Exception]()
     for first in range(0, new, chunk):
         stop = min(first + chunk, new)
         queries = range(start + first, start + stop)
@@ -311,11 +312,12 @@ def attend_to_cached(
             # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key
             # once, unless each of them has a slope of its own.
             g = 1 if score.needs_positions else len(part.queries) // len(part.kv)
-            seen = _key_intervals(mask, positions, queries, g, q.device, score.needs_positions, intervals)
-            carry = None if seen is None else _attend(q_part, k_part, v_part, seen, of_part, backend, g)
-            parts.append(carry or empty_carry(q_part, v.shape[3]))
+            seen = partial(_key_intervals, mask, positions, queries, g, q.device, score.needs_positions, intervals)
+            parts.append(_attend(q_part, k_part, v_part, seen, of_part, backend, g, errors))
         merged = _merge_over_ranks(torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 1), group)
         outs.append(finish(merged, score, q.dtype)[0])
+    if errors:
+        raise errors[0]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
@@ -352,9 +354,11 @@ def _key_intervals(
     return intervals[key]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, backend: str, g: int) -> Carry:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, score: Score, backend: str, g: int, errors: list[Exception]
+) -> Carry:
     q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
-    acc, lse = select(backend, q, k, score, v_head_dim=v.shape[3]).forward(q, k, v, intervals, score, None, False)
+    acc, lse = Kernel(backend, score, q, k, v.shape[3], errors=errors).forward(q, k, v, seen)
     return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)
 
 

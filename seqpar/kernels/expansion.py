@@ -8,11 +8,13 @@ head_dim of v.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..base.cache import cached_tensors, upload
 from ..schedule.rows import KeyIntervals
 from .base import Backend, Carry, Grads, OutputGrad, Score
 
@@ -46,6 +48,15 @@ class RepeatedHeads:
     def __init__(self, kv_index: Tensor) -> None:
         """``kv_index`` int64 ``[h]``: the KV head that each query head reads."""
         self._kv_index = kv_index
+
+    @classmethod
+    def of(cls, kv_index: Sequence[int], device: torch.device) -> RepeatedHeads:
+        """The same for a sequence of integers."""
+
+        def make() -> Tensor:
+            return upload(torch.tensor(kv_index, device="cpu"), device)
+
+        return cls(cached_tensors(("KV heads", *kv_index), device, make))
 
     def blocks(self, sent_k: Tensor) -> list[range]:
         return [range(len(self._kv_index))]

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..base.cache import cached_tensors, upload
 from ..comm.p2p import call, links_of
 from ..comm.streams import ReadyEvents
-from ..kernels import select
-from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
+from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator
 from ..kernels.expansion import Expansion, RepeatedHeads
 from ..placement.heads import Heads
 from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
-from ..schedule.rows import KeyIntervals
 from ..sharding.spec import AttentionSpec, checksum
 from .latent import LatentKeys
+from .local import Kernel, Seen
 from .transfers import GradientReduce, Transfers, take_heads
 from .transport import Collectives, PeerToPeer, Transport
 
@@ -81,6 +80,35 @@ class AttentionCall:
         what = batch, heads, dim, kv_heads, v_dim, dtype.itemsize, self.plan.checksum, checksum(self.spec)
         return call(self.placement.sequence, direction, *what)
 
+    def kernel(
+        self, q: Tensor, k: Tensor, v: Tensor, heads: Heads | None = None, *, lse_gradient: bool = False
+    ) -> Kernel:
+        """The kernel for ``q [b, q, h, d]``, ``k [b, k, n, d]`` and ``v [b, k, n, e]``.
+
+        ``heads`` are the heads of these tensors, all or some of the call's. ``lse_gradient``: whether backward has a
+        gradient of the log-sum-exp.
+        """
+        heads = heads or self.heads
+        at, score = heads.q_range(within=self.heads), self.score
+        expansion: Expansion | None = None
+        if heads != self.heads:
+            score = score.heads(at.start, at.stop)
+        if self.latent is not None:
+            expansion = self.latent.of(at)
+        elif (index := heads.kv_index()) is not None:
+            expansion = RepeatedHeads.of(index, q.device)
+        return Kernel(
+            self.spec.backend,
+            score,
+            q,
+            k,
+            self.v_head_dim(v.shape),
+            expansion,
+            lse_gradient=lse_gradient,
+            deterministic=self.spec.deterministic,
+            errors=self.errors,
+        )
+
     def v_head_dim(self, v_shape: Sequence[int]) -> int:
         """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
         return v_shape[3] if self.latent is None else self.latent.v_head_dim
@@ -110,7 +138,7 @@ class AttentionCall:
 
 
 class Run:
-    """The program of this rank for some heads of a call, with the backend and the transport that carry it out.
+    """The program of this rank for some heads of a call, with the kernel and the transport that carry it out.
 
     All ranks of the ring must make it, because the first one connects them.
 
@@ -127,30 +155,13 @@ class Run:
         plan = call.plan
         links = links_of(call.placement, q.device)
         shares_memory = links.share_memory
-        self.call, self.plan, self.heads = call, plan, heads
+        self.kv_ready, self.plan, self.heads = call.kv_ready, plan, heads
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
         collective = plan.num_steps > 1 and plan.dense and not shares_memory
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, links)
-        self.score = call.score
-        if heads != call.heads:
-            at = heads.q_range(within=call.heads)
-            self.score = call.score.heads(at.start, at.stop)
-        self._positions = self.score.needs_positions
-        self._v_head_dim, expansion = call.v_head_dim(v.shape), None
-        if call.latent is not None or self.program.kv_index is not None:
-            expansion = self._expansion(q.device)
-        self._backend = select(
-            call.spec.backend,
-            q,
-            k if expansion is None else q,
-            self.score,
-            lse_gradient=lse_gradient,
-            deterministic=call.spec.deterministic,
-            expansion=expansion,
-            v_head_dim=self._v_head_dim,
-        )
+        self.kernel = call.kernel(q, k, v, heads, lse_gradient=lse_gradient)
 
     @property
     def backward_steps(self) -> tuple[Step, ...]:
@@ -159,7 +170,7 @@ class Run:
 
     def transfers(self, k: Tensor, v: Tensor) -> Transfers:
         """The K/V of each step."""
-        return Transfers(self.steps, self.transport, k, v, self.call.kv_ready, self.plan.gather)
+        return Transfers(self.steps, self.transport, k, v, self.kv_ready, self.plan.gather)
 
     def returns(self, dk: Tensor, dv: Tensor) -> GradientReduce:
         """The way of the gradients back to the owners of the K/V."""
@@ -167,19 +178,12 @@ class Run:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
         """Continue the online softmax of the step's heads over the step's keys."""
-        if self.call.errors:
-            return carries or self._no_result(q)
         carries = carries or [None] * len(self.program.chunks)
         if step.attends:
             carry = carries[step.chunks.start]
-            try:
-                q_step, intervals, score = self._of_step(step, q)
-                carry = self._backend.forward(q_step, k, v, intervals, score, carry, step.is_last)
-            except Exception as error:
-                self.call.errors.append(error)
-                return self._no_result(q)
+            carry = self.kernel.forward(q, k, v, self._seen(step, q), carry, step.is_last, step.q_heads)
         elif step.is_last:  # no query sees any key
-            carry = finish(empty_carry(q, self._v_head_dim), self.score, q.dtype)
+            carry = self.kernel.finish(self.kernel.empty(q), q.dtype)
         else:
             return carries
         if len(step.chunks) == 1 or step.is_last:
@@ -188,21 +192,12 @@ class Run:
         at = (chunk.q_range(within=self.heads) for chunk in self.program.chunks)
         return [(take_heads(carry[0], x).contiguous(), carry[1][:, x.start : x.stop].contiguous()) for x in at]
 
-    def _no_result(self, q: Tensor) -> Carries:
-        out = q.new_full((*q.shape[:3], self._v_head_dim), torch.nan)
-        return [(out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, dtype=accumulator(q.dtype)))]
-
     def finish(self, carries: Carries | None) -> Carry:
         """``out [b, q, h, e]`` in q's dtype and ``lse [b, h, q]`` of all heads."""
         results = [carry for carry in carries or () if carry is not None]
         if len(results) == 1:
             return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
-
-    def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
-        """The output and its gradient, with what the backward of every step needs of them."""
-        needs_delta = self._backend.reads_delta or self.score.sinks is not None
-        return OutputGrad(dout, out, lse, row_delta(out, dout, dlse) if needs_delta else None)
 
     def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
         """Memory for dq and for the dk and dv of this rank's K/V, in float32 (float64 for float64).
@@ -221,49 +216,16 @@ class Run:
         self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None:
         """Add the gradients of a step to ``dq``, ``dk`` and ``dv``, or write them where these are new."""
-        at = step.q_heads
         # In a step of all heads, dq is no view, and of own keys neither are dk and dv.
-        own_memory = at is None and step.index == 0
-        grads = Grads(take_heads(dq, at), dk, dv, step.new_dq, step.new_dkv, own_memory)
-        if not step.attends:
+        own_memory = step.q_heads is None and step.index == 0
+        grads = Grads(take_heads(dq, step.q_heads), dk, dv, step.new_dq, step.new_dkv, own_memory)
+        if step.attends:
+            self.kernel.backward(q, k, v, output, self._seen(step, q), grads, step.q_heads)
+        else:
             grads.zero_new_()
-            return
-        if at is not None:
-            dout, out, lse, delta = output
-            lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
-            output = OutputGrad(take_heads(dout, at), take_heads(out, at), lse, delta)
-        if not self.call.errors:
-            try:
-                q, intervals, score = self._of_step(step, q)
-                self._backend.backward(q, k, v, output, intervals, score, grads)
-                return
-            except Exception as error:
-                self.call.errors.append(error)
-        for x in grads[:3]:
-            x.fill_(torch.nan)
 
-    def dsinks(self, output: OutputGrad) -> Tensor | None:
-        """This rank's partial gradient of the sinks, ``[h]``; None without sinks."""
-        return sink_gradient(self.score, output)
-
-    def _of_step(self, step: Step, q: Tensor) -> tuple[Tensor, KeyIntervals, Score]:
-        intervals, at = self.plan.intervals(step.index, q.device, self._positions), step.q_heads
-        assert intervals is not None
-        if at is None:
-            return q, intervals, self.score
-        return take_heads(q, at), intervals, self.score.heads(at.start, at.stop)
-
-    def _expansion(self, device: torch.device) -> Expansion:
-        """Expands the K/V that are sent to one KV head for each query head."""
-        call, index = self.call, self.program.kv_index
-        if call.latent is not None:
-            return call.latent.of(self.heads.q_range(within=call.heads))
-        assert index is not None
-
-        def make() -> Tensor:
-            return upload(torch.tensor(index, device="cpu"), device)
-
-        return RepeatedHeads(cached_tensors(("KV heads", *index), device, make))
+    def _seen(self, step: Step, q: Tensor) -> Seen:
+        return partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
 
 
 Carries = list[Carry | None]  # one for each chunk of heads

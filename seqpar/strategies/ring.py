@@ -73,11 +73,11 @@ def ring_backward(
         ``dq [b, q, h, d]``, ``dk [b, k, n, d]``, ``dv [b, k, n, e]`` and ``dsinks [h]`` (None without sinks), in
         float32 (float64 for float64). ``dsinks`` is this rank's partial gradient.
     """
-    output = run.output_grad(dout, dlse, out, lse)
+    output = run.kernel.output_grad(dout, dlse, out, lse)
     dq, dk, dv = run.new_gradients(q, k, v)
     with run.transfers(k, v) as kv, run.returns(dk, dv) as owners:
         for step in run.backward_steps:  # own keys first; where messages are sent, half of the heads last
             # K/V are freed before the gradients are sent, which can then use their memory.
             run.backward(q, *kv.wait(step), output, step, dq, *owners.buffers(step))
             owners.send(step)  # while the next step is computed
-    return dq, dk, dv, run.dsinks(output)
+    return dq, dk, dv, run.kernel.dsinks(output)

@@ -10,31 +10,21 @@ Elements sent per rank of P, forward, N tokens: (P-1)/P * N * h * d, and (P-1)/P
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from seqpar.comm.collectives import all_gather, start_all_to_all, sum_shards
-from seqpar.kernels import select
-from seqpar.kernels.base import (
-    Backend,
-    Grads,
-    OutputGrad,
-    accumulator,
-    empty_carry,
-    finish,
-    merge_,
-    row_delta,
-    sink_gradient,
-)
+from seqpar.kernels.base import Grads, OutputGrad, accumulator, merge_, row_delta
 from seqpar.placement.placement import Placement
 from seqpar.placement.strategies import STRATEGIES, Strategy
 from seqpar.ranks.mesh import sequence_group
-from seqpar.schedule.rows import KeyIntervals
 from seqpar.strategies.algorithm import Algorithm, Gradients, Shapes
 from seqpar.strategies.algorithms import ALGORITHMS
 from seqpar.strategies.call import AttentionCall
+from seqpar.strategies.local import Kernel, Seen
 
 
 def place(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
@@ -45,42 +35,38 @@ def place(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
 class PassQ(Algorithm):
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        backend, lengths, rank = _backend(call, q, k, v), _lengths(call), call.plan.rank
+        kernel, lengths, rank = call.kernel(q, k, v), _lengths(call), call.plan.rank
         partial_results = []
-        for q_rank, seen in zip(_of_ranks(call, q), _intervals(call, q), strict=True):
-            carry = empty_carry(q_rank, v.shape[3])
-            if seen is not None:
-                carry = backend.forward(q_rank, k, v, seen, call.score, None, False)
-            out, lse = carry  # [b, q, h, e] and [b, h, q] over this rank's keys, in float32
+        for q_rank, seen in zip(_of_ranks(call, q), _seen(call, kernel, q), strict=True):
+            out, lse = kernel.forward(q_rank, k, v, seen)  # [b, q, h, e], [b, h, q] over this rank's keys, in float32
             partial_results.append(torch.cat([out, lse.transpose(1, 2).unsqueeze(-1)], 3).flatten())
         sends = [x.numel() for x in partial_results]
         receives = [sends[rank]] * len(lengths)
         received, pending = start_all_to_all(torch.cat(partial_results), sends, receives, call.placement.ring)
         pending.wait()
-        acc, lse = empty_carry(q, v.shape[3])
+        acc, lse = kernel.empty(q)
         for x in received:
-            out, out_lse = x.view(*q.shape[:3], v.shape[3] + 1).split([v.shape[3], 1], 3)
+            out, out_lse = x.view(*q.shape[:3], kernel.v_head_dim + 1).split([kernel.v_head_dim, 1], 3)
             merge_(acc, lse, out.contiguous(), out_lse.squeeze(3).transpose(1, 2).contiguous())
-        out, lse = finish((acc, lse), call.score, q.dtype)
+        out, lse = kernel.finish((acc, lse), q.dtype)
         return out, lse, [q, k, v, out, lse]
 
     def backward(
         self, call: AttentionCall, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None, shapes: Shapes
     ) -> Gradients:
         q, k, v, out, lse = saved
-        backend, own = _backend(call, q, k, v, dlse is not None), OutputGrad(dout, out, lse, row_delta(out, dout, dlse))
+        kernel = call.kernel(q, k, v, lse_gradient=dlse is not None)
+        own = OutputGrad(dout, out, lse, row_delta(out, dout, dlse))
         assert own.delta is not None
         by_tensor = [_of_ranks(call, x) for x in (q, dout, out, lse.transpose(1, 2), own.delta.transpose(1, 2))]
         dqs = [torch.zeros_like(x, dtype=accumulator(q.dtype)) for x in by_tensor[0]]
         dk, dv = (torch.zeros_like(x, dtype=accumulator(q.dtype)) for x in (k, v))
-        for dq, seen, *tensors in zip(dqs, _intervals(call, q), *by_tensor, strict=True):
-            if seen is not None:
-                q_rank, *output, lse_rank, delta = tensors
-                statistics = (x.transpose(1, 2).contiguous() for x in (lse_rank, delta))
-                backend.backward(q_rank, k, v, OutputGrad(*output, *statistics), seen, call.score, Grads(dq, dk, dv))
+        for dq, seen, q_rank, *output, lse_rank, delta in zip(dqs, _seen(call, kernel, q), *by_tensor, strict=True):
+            statistics = (x.transpose(1, 2).contiguous() for x in (lse_rank, delta))
+            kernel.backward(q_rank, k, v, OutputGrad(*output, *statistics), seen, Grads(dq, dk, dv))
         group = call.placement.sequence
         dq = dqs[0] if group is None else sum_shards(dqs, 1, group)
-        return dq, dk, dv, sink_gradient(call.score, own)
+        return dq, dk, dv, kernel.dsinks(own)
 
 
 def _lengths(call: AttentionCall) -> list[int]:
@@ -94,16 +80,11 @@ def _of_ranks(call: AttentionCall, x: Tensor) -> Sequence[Tensor]:
     return [y.contiguous() for y in all_gather(x, lengths, 1, call.placement.sequence).split(lengths, 1)]
 
 
-def _intervals(call: AttentionCall, q: Tensor) -> Iterator[KeyIntervals | None]:
+def _seen(call: AttentionCall, kernel: Kernel, q: Tensor) -> Iterator[Seen]:
     """For each rank, which of this rank's keys its queries see."""
     plan = call.plan
     for rank in range(call.placement.tokens.ring):
-        yield plan.between(rank, plan.rank, q.device, call.score.needs_positions)
-
-
-def _backend(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, lse_gradient: bool = False) -> Backend:
-    options = {"lse_gradient": lse_gradient, "deterministic": call.spec.deterministic, "v_head_dim": v.shape[3]}
-    return select(call.spec.backend, q, k, call.score, expansion=None, **options)
+        yield partial(plan.between, rank, plan.rank, q.device, kernel.needs_positions)
 
 
 def register() -> None:

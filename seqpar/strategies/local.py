@@ -1,0 +1,153 @@
+"""The attention of one rank to keys and values that it has: what an algorithm calls between its messages.
+
+Shapes: b batch, q queries, k keys, h query heads, n KV heads as they are sent, d head_dim of q and k, e head_dim of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..kernels import select
+from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
+from ..kernels.expansion import Expansion
+from ..schedule.rows import KeyIntervals
+from .transfers import take_heads
+
+# Which keys each query sees; None if no query sees any. A function, because an error in it is a kernel's error too.
+Seen = Callable[[], KeyIntervals | None]
+
+
+class Kernel:
+    """The backend for some heads of a call.
+
+    Latents and KV heads that are read by different numbers of query heads are expanded just before the backend reads
+    them. If the backend raises an error, the kernel notes it, and all later results are NaN. So the rank goes on to
+    send and to receive until the end of the call, where the error is raised.
+
+    Args:
+        backend: "auto" or a backend's name.
+        score: how the scores of these heads are computed.
+        q, k: ``[b, q, h, d]`` and ``[b, k, n, d]``, like all tensors of these heads.
+        v_head_dim: the head_dim of the output.
+        expansion: computes keys and values from the tensors that were sent; None if the keys and values were sent.
+        lse_gradient: whether backward has a gradient of the log-sum-exp.
+        deterministic: whether gradients must be the same in every run.
+        errors: where errors are noted, of all kernels of the call.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        score: Score,
+        q: Tensor,
+        k: Tensor,
+        v_head_dim: int,
+        expansion: Expansion | None = None,
+        *,
+        lse_gradient: bool = False,
+        deterministic: bool = False,
+        errors: list[Exception],
+    ) -> None:
+        self._score, self.v_head_dim, self._errors = score, v_head_dim, errors
+        self.needs_positions = score.needs_positions
+        self._backend = select(
+            backend,
+            q,
+            k if expansion is None else q,
+            score,
+            lse_gradient=lse_gradient,
+            deterministic=deterministic,
+            expansion=expansion,
+            v_head_dim=v_head_dim,
+        )
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        seen: Seen,
+        carry: Carry | None = None,
+        last: bool = False,
+        at: range | None = None,
+    ) -> Carry:
+        """Continue the online softmax of ``carry`` over more keys.
+
+        Args:
+            q, k, v: ``[b, q, h, d]``, ``[b, k, n, d]`` and ``[b, k, n, e]``, as they were sent.
+            seen: returns which of the keys each query sees.
+            carry: the result so far; None if there is none.
+            last: whether these keys are the last ones.
+            at: some of the heads, by their indices in q: ``carry``, k and v have these only. None is all heads.
+
+        Returns:
+            ``out [b, q, h, e]`` and ``lse [b, h, q]``, both float32 (float64 for float64). After the last keys ``out``
+            is final and has q's dtype.
+        """
+        q = take_heads(q, at)
+        if not self._errors:
+            try:
+                if (intervals := seen()) is not None:
+                    return self._backend.forward(q, k, v, intervals, self._score_of(at), carry, last)
+                carry = carry or self.empty(q)
+                return self.finish(carry, q.dtype) if last else carry
+            except Exception as error:
+                self._errors.append(error)
+        out = q.new_full((*q.shape[:3], self.v_head_dim), torch.nan, dtype=q.dtype if last else accumulator(q.dtype))
+        return out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, dtype=accumulator(q.dtype))
+
+    def empty(self, q: Tensor) -> Carry:
+        """The carry of no keys."""
+        return empty_carry(q, self.v_head_dim)
+
+    def finish(self, carry: Carry, dtype: torch.dtype) -> Carry:
+        """The final result from a carry, as ``forward`` returns it after the last keys."""
+        return finish(carry, self._score, dtype)
+
+    def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
+        """The output and its gradient, with what ``backward`` needs of them."""
+        needs_delta = self._backend.reads_delta or self._score.sinks is not None
+        return OutputGrad(dout, out, lse, row_delta(out, dout, dlse) if needs_delta else None)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: OutputGrad,
+        seen: Seen,
+        grads: Grads,
+        at: range | None = None,
+    ) -> None:
+        """Add the gradients of some keys to ``grads``, or write them where these are new.
+
+        Args:
+            q, k, v, seen, at: as in ``forward``.
+            output: of all heads.
+            grads: of the heads ``at``; dk and dv for the tensors that were sent.
+        """
+        if not self._errors:
+            try:
+                if at is not None:
+                    dout, out, lse, delta = output
+                    lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
+                    output = OutputGrad(take_heads(dout, at), take_heads(out, at), lse, delta)
+                if (intervals := seen()) is None:
+                    grads.zero_new_()
+                else:
+                    self._backend.backward(take_heads(q, at), k, v, output, intervals, self._score_of(at), grads)
+                return
+            except Exception as error:
+                self._errors.append(error)
+        for x in grads[:3]:
+            x.fill_(torch.nan)
+
+    def dsinks(self, output: OutputGrad) -> Tensor | None:
+        """The partial gradient of the sinks, ``[h]``; None without sinks."""
+        return sink_gradient(self._score, output)
+
+    def _score_of(self, at: range | None) -> Score:
+        return self._score if at is None else self._score.heads(at.start, at.stop)
