@@ -417,7 +417,7 @@ KEPT: dict[str, str] = {
     "sharding.spec": "AttentionSpec.slopes checksum _cached",
     "strategies.attend": "_HEADS",
     "strategies.auto": "_runs",
-    "strategies.call": "Run._expansion",
+    "kernels.expansion": "RepeatedHeads.of",
     "strategies.head_exchange": (
         "HeadChunk.heads HeadChunk.query_slices HeadChunk.kv_slices HeadExchange.rank HeadExchange.lengths "
         "HeadExchange.tokens HeadExchange.pieces HeadExchange.shares_kv HeadExchange.full_chunk "
