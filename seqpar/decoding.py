@@ -28,7 +28,7 @@ from .comm.waiting import operation
 from .functional import attention
 from .kernels.base import Carry, Score, finish, merge_
 from .masks.mask import Mask
-from .placement.heads import Heads
+from .placement.heads import Heads, kv_index
 from .ranks.mesh import rank_in, size_of
 from .schedule.rows import KeyIntervals
 from .sharding.same_rows import compare, compares_now
@@ -323,7 +323,7 @@ def attend_to_cached(
 
 def _even_parts(heads: Heads) -> list[Heads]:
     """``heads`` in parts in which all KV heads are read by the same number of query heads."""
-    if heads.kv_index() is None:
+    if kv_index(heads) is None:
         return [heads]
     of_kv = ([q for q in heads.queries if q // heads.q_per_kv == kv] for kv in heads.kv)
     return [Heads(range(queries[0], queries[-1] + 1), heads.q_per_kv) for queries in of_kv]

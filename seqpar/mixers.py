@@ -32,7 +32,7 @@ from .comm.p2p import Link, call, links_of
 from .comm.waiting import operation
 from .kernels.base import accumulator
 from .masks.mask import Mask, check_rows
-from .placement.heads import Heads
+from .placement.heads import Heads, kv_index
 from .placement.placement import Placement
 from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec
@@ -299,7 +299,7 @@ class Exchange:
 
     def repeated(self, device: torch.device) -> Tensor | None:
         """For each of this rank's heads, the head of kv that it reads, int64 [h]; None if kv need not be repeated."""
-        index = self.chunk.heads.kv_index()
+        index = kv_index(self.chunk.heads)
         if index is None:
             return None
         key = "repeated heads", *index

@@ -14,7 +14,7 @@ some KV heads may be read by fewer query heads than others:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from .layout import split_range
 
@@ -54,7 +54,7 @@ class Heads:
     def chunks(self, count: int) -> tuple[Heads, ...]:
         """The heads in ``count`` chunks of whole KV heads; fewer if there are fewer KV heads, and one chunk if the KV
         heads are read by different numbers of query heads."""
-        if count < 2 or len(self.kv) < 2 or self.kv_index() is not None:
+        if count < 2 or len(self.kv) < 2 or kv_index(self) is not None:
             return (self,)
         count, q_per_kv = min(count, len(self.kv)), len(self.queries) // len(self.kv)
         cuts = [split_range(len(self.kv), count, i) for i in range(count)]  # of the KV heads
@@ -76,15 +76,17 @@ class Heads:
         """The indices of the KV heads in dimension ``n`` of a tensor that holds the KV heads of ``within``."""
         return _shift(self.kv, within.kv)
 
-    def kv_index(self) -> list[int] | None:
-        """The KV head that each query head reads, counted from the first KV head.
 
-        None if all KV heads are read by the same number of query heads. Attention kernels know that mapping.
-        """
-        index = [head // self.q_per_kv - self.kv.start for head in self.queries]
-        group = len(index) // max(1, len(self.kv))
-        even = index == [i // max(1, group) for i in range(len(index))] and len(index) == group * len(self.kv)
-        return None if even else index
+@lru_cache(maxsize=512)
+def kv_index(heads: Heads) -> tuple[int, ...] | None:
+    """The KV head that each query head reads, counted from the first KV head.
+
+    None if all KV heads are read by the same number of query heads. Attention kernels know that mapping.
+    """
+    index = [head // heads.q_per_kv - heads.kv.start for head in heads.queries]
+    group = len(index) // max(1, len(heads.kv))
+    even = index == [i // max(1, group) for i in range(len(index))] and len(index) == group * len(heads.kv)
+    return None if even else tuple(index)
 
 
 def _shift(heads: range, tensor_heads: range) -> range:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..masks.mask import Mask
 from ..mixers import Exchange, ToHeads, ToSequence
-from ..placement.heads import Heads
+from ..placement.heads import Heads, kv_index
 from ..placement.layout import TokenLayout
 from ..placement.placement import Placement
 from ..strategies.auto import sends_states
@@ -113,7 +113,7 @@ class MixerTimeline:
             return
         heads = Heads.of_model(m.heads, m.groups)
         exchange = Exchange(RecordedHeadExchange(self._placement, heads, 1, timeline=timeline, place=self._place))
-        own, shared = exchange.chunk.heads.queries, exchange.chunk.heads.kv_index() or exchange.chunk.heads.kv
+        own, shared = exchange.chunk.heads.queries, kv_index(exchange.chunk.heads) or exchange.chunk.heads.kv
 
         def tensors(tokens: int, *shapes: tuple[int, int]) -> list[Tensor]:
             """``[b, tokens, h, d]`` for each shape ``(h, d)`` with elements."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from ..placement.heads import Heads
+from ..placement.heads import Heads, kv_index
 from .rows import GatheredRows, RowSpans, ShardRows
 
 Post = tuple[Literal["inter_host", "intra_host"], int]
@@ -156,7 +156,7 @@ class Program:
         gather: bool,
     ) -> None:
         self.heads = heads
-        self.kv_index = heads.kv_index()
+        self.kv_index = kv_index(heads)
         self.chunks = heads.chunks(num_chunks) if len(plan) > 1 else (heads,)
         self._split_own = split_own and self.kv_index is None and not all(step.intra_host.is_local for step in plan)
         attends = attends and bool(heads.queries)

@@ -14,13 +14,13 @@ from ..comm.p2p import call, links_of
 from ..comm.streams import ReadyEvents
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator
 from ..kernels.expansion import Expansion, RepeatedHeads
-from ..placement.heads import Heads
+from ..placement.heads import Heads, kv_index
 from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
 from ..sharding.spec import AttentionSpec, checksum
 from .latent import LatentKeys
-from .local import Kernel, Seen
+from .local import Kernel
 from .transfers import GradientReduce, Transfers, take_heads
 from .transport import Collectives, PeerToPeer, Transport
 
@@ -88,14 +88,13 @@ class AttentionCall:
         ``heads`` are the heads of these tensors, all or some of the call's. ``lse_gradient``: whether backward has a
         gradient of the log-sum-exp.
         """
-        heads = heads or self.heads
-        at, score = heads.q_range(within=self.heads), self.score
-        expansion: Expansion | None = None
+        heads, score, latent = heads or self.heads, self.score, self.latent
         if heads != self.heads:
+            at = heads.q_range(within=self.heads)
             score = score.heads(at.start, at.stop)
-        if self.latent is not None:
-            expansion = self.latent.of(at)
-        elif (index := heads.kv_index()) is not None:
+            latent = None if latent is None else latent.of(at)
+        expansion: Expansion | None = latent
+        if latent is None and (index := kv_index(heads)) is not None:
             expansion = RepeatedHeads.of(index, q.device)
         return Kernel(
             self.spec.backend,
@@ -181,7 +180,8 @@ class Run:
         carries = carries or [None] * len(self.program.chunks)
         if step.attends:
             carry = carries[step.chunks.start]
-            carry = self.kernel.forward(q, k, v, self._seen(step, q), carry, step.is_last, step.q_heads)
+            seen = partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
+            carry = self.kernel.forward(q, k, v, seen, carry, step.is_last, step.q_heads)
         elif step.is_last:  # no query sees any key
             carry = self.kernel.finish(self.kernel.empty(q), q.dtype)
         else:
@@ -220,12 +220,10 @@ class Run:
         own_memory = step.q_heads is None and step.index == 0
         grads = Grads(take_heads(dq, step.q_heads), dk, dv, step.new_dq, step.new_dkv, own_memory)
         if step.attends:
-            self.kernel.backward(q, k, v, output, self._seen(step, q), grads, step.q_heads)
+            seen = partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
+            self.kernel.backward(q, k, v, output, seen, grads, step.q_heads)
         else:
             grads.zero_new_()
-
-    def _seen(self, step: Step, q: Tensor) -> Seen:
-        return partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
 
 
 Carries = list[Carry | None]  # one for each chunk of heads

@@ -87,11 +87,13 @@ class Kernel:
             ``out [b, q, h, e]`` and ``lse [b, h, q]``, both float32 (float64 for float64). After the last keys ``out``
             is final and has q's dtype.
         """
-        q = take_heads(q, at)
+        score = self._score
+        if at is not None:
+            q, score = take_heads(q, at), score.heads(at.start, at.stop)
         if not self._errors:
             try:
                 if (intervals := seen()) is not None:
-                    return self._backend.forward(q, k, v, intervals, self._score_of(at), carry, last)
+                    return self._backend.forward(q, k, v, intervals, score, carry, last)
                 carry = carry or self.empty(q)
                 return self.finish(carry, q.dtype) if last else carry
             except Exception as error:
@@ -129,16 +131,18 @@ class Kernel:
             output: of all heads.
             grads: of the heads ``at``; dk and dv for the tensors that were sent.
         """
+        score = self._score
+        if at is not None:
+            dout, out, lse, delta = output
+            lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
+            output = OutputGrad(take_heads(dout, at), take_heads(out, at), lse, delta)
+            q, score = take_heads(q, at), score.heads(at.start, at.stop)
         if not self._errors:
             try:
-                if at is not None:
-                    dout, out, lse, delta = output
-                    lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
-                    output = OutputGrad(take_heads(dout, at), take_heads(out, at), lse, delta)
                 if (intervals := seen()) is None:
                     grads.zero_new_()
                 else:
-                    self._backend.backward(take_heads(q, at), k, v, output, intervals, self._score_of(at), grads)
+                    self._backend.backward(q, k, v, output, intervals, score, grads)
                 return
             except Exception as error:
                 self._errors.append(error)
@@ -148,6 +152,3 @@ class Kernel:
     def dsinks(self, output: OutputGrad) -> Tensor | None:
         """The partial gradient of the sinks, ``[h]``; None without sinks."""
         return sink_gradient(self._score, output)
-
-    def _score_of(self, at: range | None) -> Score:
-        return self._score if at is None else self._score.heads(at.start, at.stop)

@@ -380,7 +380,7 @@ KEPT: dict[str, str] = {
     "memory.layers": "_mode",
     "memory.offload": "Kept._device Kept._host _copy_stream",
     "mixers": "Exchange.slice Exchange.repeated",
-    "placement.heads": "Heads.kv",
+    "placement.heads": "Heads.kv kv_index",
     "placement.layout": (
         "segments_layout Positions._offsets _positions_of shard_positions TokenLayout.rank_positions "
         "TokenLayout.tensor_rows _ulysses_pieces"

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Mask
 from seqpar.kernels.tiles import Kind, decompose
-from seqpar.placement.heads import Heads
+from seqpar.placement.heads import Heads, kv_index
 from seqpar.placement.layout import CPU, LayoutName, TokenLayout
 from seqpar.placement.placement import Placement
 from seqpar.schedule.plan import AttentionPlan
@@ -260,7 +260,7 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(kv_heads: int, q_per_kv
         assert sorted(set(read)) == list(rank.kv)
         # What a kernel computes for equal groups, or the index itself.
         each = len(read) // max(1, len(rank.kv))
-        index = rank.kv_index() or [i // max(1, each) for i in range(len(read))]
+        index = kv_index(rank) or [i // max(1, each) for i in range(len(read))]
         assert [rank.kv[i] for i in index] == read
 
 
@@ -278,7 +278,7 @@ def test_chunks_of_heads_cover_them_once_in_equal_groups(
         sent = [h for chunk in chunks if chunk.has_kv for h in chunk.by_rank[rank].kv]
         assert sent == list(full.by_rank[rank].kv)
         for chunk in chunks:
-            assert len(chunks) == 1 or chunk.by_rank[rank].kv_index() is None  # equal groups
+            assert len(chunks) == 1 or kv_index(chunk.by_rank[rank]) is None  # equal groups
     # In a hybrid K/V are still to be sent around the ring: no chunk may reuse the K/V of another.
     assert ring == 1 or all(chunk.has_kv for chunk in chunks)
     divide = kv_heads % ranks == 0 or (kv_heads * q_per_kv % ranks == 0 and ranks % kv_heads == 0)

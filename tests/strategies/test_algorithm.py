@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 import seqpar
 from seqpar.placement.strategies import STRATEGIES
@@ -115,7 +116,8 @@ def with_uneven_heads(group: ProcessGroup, seed: int) -> list[list[torch.Tensor]
             y = layer(x, sharding=sharding)
             y.sin().sum().backward()
             grads = [p.grad for p in layer.parameters()]
-            found.append([y.detach(), *(g for g in (x.grad, *grads) if g is not None)])
+            local = (g.to_local() if isinstance(g, DTensor) else g for g in (x.grad, *grads) if g is not None)
+            found.append([y.detach(), *local])
     return found
 
 
