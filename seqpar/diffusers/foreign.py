@@ -33,9 +33,12 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def matching(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The modules whose name has the pattern, in which ``*`` stands for one part."""
-    wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    return {name: module for name, module in modules_of(model).items() if wanted.fullmatch(name)}
+    """The modules whose name has the pattern, in which ``*`` stands for one part, and ``-1`` for the largest number."""
+    wanted = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+").replace(r"\-1", r"(\d+)"))
+    modules = modules_of(model)
+    numbers = {name: [*map(int, match.groups())] for name in modules if (match := wanted.fullmatch(name))}
+    last = max(numbers.values(), default=[])
+    return {name: modules[name] for name, found in numbers.items() if found == last}
 
 
 def models_in(model: nn.Module) -> Iterator[nn.Module]:

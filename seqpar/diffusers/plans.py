@@ -49,7 +49,8 @@ class Across:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model's tokens are sharded. The names of modules may contain ``*`` for one part, as in "blocks.*.attn1".
+    """How a model's tokens are sharded. The names of modules may contain ``*`` for one part, as in "blocks.*.attn1",
+    and ``-1`` for the last of a list, as in "blocks.-1".
 
     Every stream is cut by itself into one contiguous part for each rank.
 

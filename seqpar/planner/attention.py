@@ -30,6 +30,7 @@ from ..sharding.spec import AttentionSpec
 from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import chunk_limit
 from ..strategies.latent import LatentKeys
+from ..strategies.local import Kernel
 from ..strategies.ring import ring_backward, ring_forward
 from ..strategies.ulysses import ulysses_backward, ulysses_forward
 from .messages import RankPlace, RecordedHeadExchange, RecordedTransport, SimulatedRanks
@@ -183,6 +184,19 @@ class _NoGradient:
         return x
 
 
+class _NoKernel(Kernel):
+    """Computes nothing."""
+
+    def __init__(self, v_head_dim: int) -> None:
+        self.v_head_dim = v_head_dim
+
+    def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
+        return OutputGrad(dout, out, lse, None)
+
+    def dsinks(self, output: OutputGrad) -> None:
+        return None
+
+
 class RecordedRun(Run):
     """A run whose kernels are recorded instead of computed.
 
@@ -190,7 +204,7 @@ class RecordedRun(Run):
         call, heads: as in ``Run``.
         k, v: ``[b, k, n, d]`` and ``[b, k, n, e]``, without data.
         transport: records the messages.
-        kernel: records the kernel of a step, for a number of heads.
+        record: records the kernel of a step, for a number of heads.
     """
 
     adds_dkv = False  # whether dk and dv are added to the chunk before, which has the same K/V
@@ -202,22 +216,19 @@ class RecordedRun(Run):
         k: Tensor,
         v: Tensor,
         transport: RecordedTransport,
-        kernel: Callable[[str, Step, int, bool], None],
+        record: Callable[[str, Step, int, bool], None],
     ) -> None:
-        self.call, self.plan, self.transport, self._kernel = call, call.plan, transport, kernel
+        self.kv_ready, self.plan, self.transport, self._record = call.kv_ready, call.plan, transport, record
         self.heads, self.program = heads, call.program(heads, k, v)
         self.steps = self.program.steps
-        self._v_head_dim = call.v_head_dim(v.shape)
+        self.kernel = _NoKernel(call.v_head_dim(v.shape))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
         if step.attends:
-            self._kernel("attend", step, len(step.q_heads or self.heads.queries), False)
+            self._record("attend", step, len(step.q_heads or self.heads.queries), False)
         return carries or [
-            (q.new_empty(*q.shape[:3], self._v_head_dim), q.new_empty(q.shape[0], q.shape[2], q.shape[1]))
+            (q.new_empty(*q.shape[:3], self.kernel.v_head_dim), q.new_empty(q.shape[0], q.shape[2], q.shape[1]))
         ]
-
-    def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
-        return OutputGrad(dout, out, lse, None)
 
     def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
         dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
@@ -225,7 +236,4 @@ class RecordedRun(Run):
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Tensor) -> None:
         if step.attends:
-            self._kernel("gradients of", step, len(step.q_heads or self.heads.queries), True)
-
-    def dsinks(self, output: OutputGrad) -> None:
-        return None
+            self._record("gradients of", step, len(step.q_heads or self.heads.queries), True)

@@ -75,6 +75,7 @@ def test_a_changed_forward_needs_a_plan() -> None:
     [
         (Plan({"blocks.0": {"hidden": Cut("image")}}, WAN.attention), "takes no hidden, but hidden_states"),
         (Plan(WAN.cuts, WAN.attention, output="out"), "output='out' names no module"),
+        (Plan(WAN.cuts, WAN.attention, output="proj_out.-1"), "output='proj_out.-1' names no module"),
         (Plan({**WAN.cuts, "block.0": {}}, WAN.attention), "'block.0' names no module of WanTransformer3DModel, which"),
         (Plan(WAN.cuts, {**WAN.attention, "blocks.attn1": ()}), "'blocks.attn1' names no module"),
         (Plan(WAN.cuts, WAN.attention, padding=("blocks.0", "mask"), padded_stream="image"), "takes no mask, but"),

@@ -170,7 +170,7 @@ def counted(group: ProcessGroup, mask: Mask, layout: Any, tokens: int, heads: in
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqpar.strategies.call.select", lambda *_, **__: Idle())
+    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Idle())
     tokens = 4 * world
     masks = {
         "full": Mask.full(),
@@ -220,7 +220,7 @@ def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: 
         def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
             return super().forward(q, k, v.new_empty(*v.shape[:3], e))
 
-    monkeypatch.setattr("seqpar.strategies.call.select", lambda *_, **__: Expanding())
+    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Expanding())
     ulysses = world if strategy == "ulysses" else STRATEGIES[strategy].get("ulysses_size", 1)
     with simulated(world, rank, PER_HOST, monkeypatch) as group:
         sharding = seqpar.Sharding(tokens, "zigzag", group=group)
@@ -249,7 +249,7 @@ def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bytes_of_groups_of_heads(strategy: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer whose K/V heads are shared by ranks of an all-to-all, more so in groups of heads."""
-    monkeypatch.setattr("seqpar.strategies.call.select", lambda *_, **__: Idle())
+    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Idle())
     world, heads, kv_heads, tokens = 4, 8, 4, 64
     options = {**STRATEGIES[strategy], **({"ulysses_size": 2} if strategy == "hybrid" else {})}
     with simulated(world, world - 1, PER_HOST, monkeypatch) as group:
@@ -287,7 +287,7 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
     kv_heads: int, mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What noise cannot hide: the order by what a rank sends, and the order by what the slowest computes."""
-    monkeypatch.setattr("seqpar.strategies.call.select", lambda *_, **__: Idle())
+    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Idle())
     world, tokens, rank = 8, 512, 5
     planned, runtime = {}, {}
     for name, options in STRATEGIES.items():
