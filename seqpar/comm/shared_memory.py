@@ -42,7 +42,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..base.settings import switch
 from ..ranks.calls import MESSAGES_FAILED, Close, OutOfStepError, Tag, calls_of, check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, host_name, parent_group, rank_in
-from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_simulated, own_entry, store_all_gather
+from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_left, is_simulated, own_entry, store_all_gather
 from .trace import say_transport
 from .waiting import Message, PeerError, Pending, failure, operation_name
 
@@ -226,10 +226,15 @@ class SharedMemoryTransport:
         poll = select.poll()
         poll.register(pipes[peer], event)
         first, limit = min(LONG_WAIT, self._timeout).total_seconds(), self._timeout.total_seconds()
-        if not poll.poll(first * 1000):
-            own_entry.write(operation_name())
-            self._tell(peer, _WAITS)
-            if not poll.poll((limit - first) * 1000):
+        end, told = time.monotonic() + limit, False
+        while not poll.poll(first * 1000):
+            if not told:
+                own_entry.write(operation_name())
+                self._tell(peer, _WAITS)
+                told = True
+            if is_left():
+                raise PeerError(peer, "a rank has left the call")
+            if time.monotonic() > end:
                 raise PeerError(peer, f"timed out after {limit:.0f} s")
 
     def _tell(self, peer: int, what: Sequence[int]) -> None:
