@@ -197,7 +197,7 @@ def test_equal_to_one_process(batch: Batch, world: int) -> None:
 
 
 def test_tokens_that_are_sharded_over_tp(batch: Batch) -> None:
-    """With ``strategy="tp_sp"`` a mixer's ranks are those of the ring and of tp; without it, those of the ring."""
+    """With ``strategy="tp_sp"`` a mixer uses the ranks of the ring and of tp; without it, the ranks of the ring."""
     cases = [Case(mixer, "zigzag", 21, ((5,), (8, 16)), how=how) for mixer, how in product(MIXERS, ("tp", "tp_sp"))]
     batch.check(8, check_case, [*cases, Case("halo", "striped", 21, how="tp_sp")], agree)
 
