@@ -1,7 +1,7 @@
 """``counted_shape``: the sizes of a model of transformers, counted in the model itself.
 
 The model is made on the meta device, where it takes no memory, and runs on a few tokens there. What its layers pass to
-attention gives heads and windows, their parameters give the widths, and PyTorch's counter of FLOPs gives the number of
+attention gives heads and windows, their parameters give the widths, and PyTorch's formulas of FLOPs give the number of
 weights that a token is multiplied by. If the sizes do not add up to the FLOPs and weights that are counted, the planner
 does not understand one of the layers, and refuses the model.
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from ..base.checks import check_int
 from .mixer import Mixer, mixer_of
@@ -185,15 +185,17 @@ class _Run(TorchDispatchMode):
         self.calls: list[_Call] = []
         self.hidden = dict[nn.Module, int]()  # of the modules that ran
         self._masks: list[tuple[Tensor, int, bool]] = []  # of the model: their window, and whether they are causal
-        self._counter = FlopCounterMode(display=False)
+        self._inside: list[nn.Module] = []  # that run at this moment, from the model to the innermost one
+        self._flops = Counter[nn.Module]()
         AttentionInterface.register(_NAME, self._attend)
         AttentionMaskInterface.register(_NAME, self._mask)
         hooks = [module.register_forward_pre_hook(self._enter, with_kwargs=True) for module in self.names]
+        hooks += [module.register_forward_hook(self._leave) for module in self.names]
         tokens = torch.empty(1, _TOKENS, dtype=torch.int64, device="meta")
         try:
             model.set_attn_implementation(_NAME)
             model.set_experts_implementation("batched_mm")
-            with torch.no_grad(), self._counter, self:
+            with torch.no_grad(), self:
                 sizes = ", ".join(f"{name}={x}" for name in _SIZES if (x := entries.get(name)) is not None)
                 _tried(partial(model.eval(), input_ids=tokens, use_cache=False), f"{self.of} of {sizes}")
         finally:
@@ -207,19 +209,27 @@ class _Run(TorchDispatchMode):
         if func is aten.topk.default and args[1] > args[0].shape[-1]:
             chosen = self.entries_of(args[1], "per") or args[1]
             raise ValueError(f"{chosen}: expected at most {args[0].shape[-1]}, of which as many are chosen")
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if formula := flop_registry.get(func.overloadpacket):
+            flops = formula(*args, **(kwargs or {}), out_val=out)
+            self._flops.update(dict.fromkeys(self._inside, flops))
+        return out
 
     def entries_of(self, value: int, word: str) -> str:
         """The entries of the configuration with a value, for errors."""
         return ", ".join(f"{name}={x}" for name, x in self.entries.items() if x == value and word in name)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inside.append(module)
         if module in self.hidden and self.hidden[module] and next(module.parameters(), None) is not None:
             self.hidden[module] *= -1  # it runs again
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         self.hidden.setdefault(
             module, next((x.shape[2] for x in given if x.shape[:2] == (1, _TOKENS) and x.dim() == 3), 0)
         )
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._inside.pop()
 
     def _mask(self, *args: Any, mask_function: Any, local_size: int | None = None, **kwargs: Any) -> Tensor:
         mask = torch.empty(1, 1, _TOKENS, _TOKENS, dtype=torch.bool, device="meta")
@@ -246,8 +256,7 @@ class _Run(TorchDispatchMode):
 
     def flops(self, module: nn.Module | None = None) -> float:
         """The number of weights that a token is multiplied by in a module, by default in the model."""
-        name = f"{self.of}.{self.names[module]}" if module else "Global"
-        return sum(self._counter.flop_counts.get(name, {}).values()) / (2 * _TOKENS)
+        return self._flops[module or self.model] / (2 * _TOKENS)
 
 
 # Its layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from ..base.checks import check_int
@@ -234,7 +235,7 @@ class ModelShape:
         """Number of weights of an indexer: to its queries, to its key, and to the weights of its heads."""
         return self.index_heads * (self.q_rank * self.index_dim + self.hidden) + self.hidden * self.index_dim
 
-    @property
+    @cached_property
     def layer_parameters(self) -> float:
         """Number of weights of one layer, averaged over the layers, with ``other_weights``."""
         others = self.other_weights + self.count("indexer") * self.index_parameters

@@ -57,8 +57,8 @@ BOTH = True, False  # deterministic or not
 MASKS: dict[str, Rules] = {
     "full": (Rule("full"),),
     "causal": (Rule("causal"),),
-    "window": (Rule("sliding_window", (19, 3)),),
     "documents": (Rule("documents", (((0, 9, 9, 38, 42), (0, 29, 48)), True)),),
+    "window": (Rule("sliding_window", (19, 3)),),
     "chunked": (Rule("chunked", (28, True)),),
     "prefix": (Rule("prefix_lm", (36,)),),
 }
@@ -171,10 +171,27 @@ def problem(length: int = LENGTH, **options: Any) -> Problem:
     return Problem(positions, positions, **options)
 
 
-@pytest.mark.parametrize(("mask", "steps"), [*((mask, 1) for mask in MASKS), ("causal", 3), ("documents", 3)])
-def test_masks(mask: str, steps: int) -> None:
-    batch = 2 if mask == "documents" else 1
-    problem(rules=MASKS[mask], batch=batch).check(steps, deterministic=BOTH if steps == 1 else (False,))
+# Each mask has one feature, and every feature is in one of the problems.
+FEATURES = {
+    "softcap": Score(0.3, softcap=2.0),
+    "alibi": Score(0.2, alibi_slopes=torch.tensor([0.5, 0.01])),
+    "alibi by batch row": Score(0.2, alibi_slopes=torch.tensor([[0.5, 0.25], [0.1, 0.0]])),
+    "sinks": Score(0.2, sinks=torch.tensor([0.5, -torch.inf])),
+    "dropout": Score(0.2, dropout_p=0.3, dropout_seed=2**62 + 12345, head_offset=5),
+    "all": Score(0.2, 5.0, torch.tensor([0.1, 0.4]), torch.zeros(2), 0.6, 1, 2),
+}
+
+
+@pytest.mark.parametrize(("mask", "feature"), [*zip(MASKS, FEATURES, strict=True)])
+def test_masks_and_features(mask: str, feature: str) -> None:
+    """In one step, and sinks in two."""
+    batch = 2 if feature in ("alibi by batch row", "all") else 1
+    steps = 2 if FEATURES[feature].sinks is not None else 1
+    problem(rules=MASKS[mask], batch=batch, score=FEATURES[feature]).check(steps, deterministic=BOTH)
+
+
+def test_steps_of_documents() -> None:
+    problem(rules=MASKS["documents"]).check(3)
 
 
 @pytest.mark.parametrize("heads", [(3, 1), (6, 2), (3, 3)])
@@ -214,25 +231,6 @@ def test_values_of_bfloat16() -> None:
     p = problem(batch=1)
     p.q, p.k, p.v, p.dout = (x.bfloat16().float() for x in (p.q, p.k, p.v, p.dout))
     p.check(2)
-
-
-FEATURES = {
-    "softcap": Score(0.3, softcap=2.0),
-    "alibi": Score(0.2, alibi_slopes=torch.tensor([0.5, 0.01])),
-    "alibi by batch row": Score(0.2, alibi_slopes=torch.tensor([[0.5, 0.25], [0.1, 0.0]])),
-    "sinks": Score(0.2, sinks=torch.tensor([0.5, -torch.inf])),
-    "dropout": Score(0.2, dropout_p=0.3, dropout_seed=2**62 + 12345, head_offset=5),
-    "all": Score(0.2, 5.0, torch.tensor([0.1, 0.4]), torch.zeros(2), 0.6, 1, 2),
-}
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features(feature: str) -> None:
-    """Each alone in one step, and all of them in two."""
-    by_row = feature in ("alibi by batch row", "dropout", "all")
-    rules, batch = (MASKS["documents"], 2) if by_row else (MASKS["window"], 1)
-    steps = 2 if feature in ("sinks", "all") else 1
-    problem(rules=rules, batch=batch, score=FEATURES[feature]).check(steps, deterministic=BOTH)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1), (33, 7), (7, 65), (64, 64)])
@@ -388,7 +386,7 @@ def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.Monke
 
 
 def test_deterministic_algorithms_take_the_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, used = problem(20), []
+    p, used = problem(8, batch=1), []
     keys_launch = backward_module.keys_launch
 
     def launch(*args: Any, **kwargs: Any) -> Any:

@@ -30,9 +30,10 @@ def test_models_and_hardware_from_files(tmp_path: Path) -> None:
         "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256,
     }  # fmt: skip
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for value in (config, tmp_path, tmp_path / "config.json"):
-        assert replace(model_of(value), name="llama3-8b") == MODELS["llama3-8b"]
+    assert replace(model_of(config), name="llama3-8b") == MODELS["llama3-8b"]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert replace(model_of(path), name="llama") == replace(counted(LLAMA), name="llama")
     assert MODELS["llama3-8b"].parameters == pytest.approx(8.03e9, rel=1e-3)
     assert MODELS["llama3-405b"].parameters == pytest.approx(405.8e9, rel=2e-3)
     assert MODELS["qwen3-30b-a3b"].parameters == pytest.approx(30.5e9, rel=1e-2)
@@ -148,19 +149,20 @@ def test_models_by_name_are_counted(name: str) -> None:
     assert replace(counted(table[name][1]), name=name) == MODELS[name]
 
 
-# With the default configuration of each type: experts, experts of a token, the width of the shared ones; the width of
+# With the default configuration of each type, of fewer layers: experts, experts of a token, the width of the shared ones; the width of
 # dense MLPs; the layers that have them; whether MLPs have a gate; whether the head has the embedding's weight; the
 # window and the layers that have it; whether attention is causal.
+LAYERS = 4
 DEFAULTS: dict[str, tuple[Any, ...]] = {
     "bert": ((0, 0, 0), 3072, 0, False, True, (0, 0), False),
     "roberta": ((0, 0, 0), 3072, 0, False, True, (0, 0), False),
     "bart": ((0, 0, 0), 4096, 0, False, True, (0, 0), True),
-    "modernbert": ((0, 0, 0), 1152, 0, True, True, (65, 14), False),
+    "modernbert": ((0, 0, 0), 1152, 0, True, True, (65, 2), False),
     "gpt_bigcode": ((0, 0, 0), 3072, 0, False, True, (0, 0), True),
     "phi3": ((0, 0, 0), 8192, 0, True, False, (0, 0), True),
-    "cohere2": ((0, 0, 0), 22528, 0, True, True, (4096, 30), True),
+    "cohere2": ((0, 0, 0), 22528, 0, True, True, (4096, 3), True),
     "aria_text": ((8, 2, 8192), 0, 0, True, False, (0, 0), True),
-    "afmoe": ((64, 6, 2816), 6144, 1, True, False, (1024, 24), True),
+    "afmoe": ((64, 6, 2816), 6144, 1, True, False, (1024, 3), True),
     "ernie4_5_moe": ((64, 6, 3072), 12288, 1, True, True, (0, 0), True),
     "qwen3_next": ((512, 10, 512), 0, 0, True, False, (0, 0), True),
     "got_ocr2": ((0, 0, 0), 2816, 0, True, True, (0, 0), True),
@@ -171,6 +173,8 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
 def test_sizes_are_counted_in_the_model(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.AutoConfig.for_model(kind)
+    text = config.get_text_config()
+    text.update({text.attribute_map.get("num_hidden_layers", "num_hidden_layers"): LAYERS})
     shape = model_of(config)
     autos = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
     auto = next(auto for auto in autos if type(config) in auto._model_mapping)
