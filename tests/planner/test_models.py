@@ -149,9 +149,9 @@ def test_models_by_name_are_counted(name: str) -> None:
     assert replace(counted(table[name][1]), name=name) == MODELS[name]
 
 
-# With the default configuration of each type, of fewer layers: experts, experts of a token, the width of the shared ones; the width of
-# dense MLPs; the layers that have them; whether MLPs have a gate; whether the head has the embedding's weight; the
-# window and the layers that have it; whether attention is causal.
+# With the default configuration of each type, of fewer layers: experts, experts of a token, the width of the shared
+# ones; the width of dense MLPs; the layers that have them; whether MLPs have a gate; whether the head has the
+# embedding's weight; the window and the layers that have it; whether attention is causal.
 LAYERS = 4
 DEFAULTS: dict[str, tuple[Any, ...]] = {
     "bert": ((0, 0, 0), 3072, 0, False, True, (0, 0), False),
