@@ -34,7 +34,7 @@ from ..masks.mask import Mask
 from ..ranks.calls import check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
-from ..ranks.rendezvous import LONG_WAIT, group_timeout, own_entry
+from ..ranks.rendezvous import LONG_WAIT, group_timeout, own_entry, waits_in_vain
 from .collectives import all_gather_single
 from .communicator import communicator
 from .waiting import call, waiting
@@ -202,11 +202,15 @@ def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None
 def _wait(pending: _AllGather, ranks: Ranks) -> list[list[int]]:
     """The words of each rank. After the group's timeout, an error that names the ranks that did not arrive."""
     limit = group_timeout(parent_group(ranks))
-    first = min(LONG_WAIT, limit / 2)
+    end, told = time.monotonic() + limit.total_seconds(), False
     with waiting("handshake", ranks):
-        if not pending.wait(first):
-            own_entry.write("handshake")
-            if not pending.wait(limit - first):
+        while not pending.wait(min(LONG_WAIT, limit / 2)):
+            if not told:
+                own_entry.write("handshake")
+                told = True
+            if waits_in_vain.get()("handshake"):
+                raise RuntimeError("another rank has left the call")
+            if time.monotonic() > end:
                 raise RuntimeError(f"the group's timeout of {limit.total_seconds():.0f} s is over")
     return pending.headers()
 

@@ -40,9 +40,17 @@ from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..base.settings import switch
-from ..ranks.calls import MESSAGES_FAILED, Close, OutOfStepError, Tag, calls_of, check_tag, current, current_tag
+from ..ranks.calls import MESSAGES_FAILED, Close, Tag, calls_of, check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, host_name, parent_group, rank_in
-from ..ranks.rendezvous import LONG_WAIT, group_timeout, is_left, is_simulated, own_entry, store_all_gather
+from ..ranks.rendezvous import (
+    LONG_WAIT,
+    OutOfStepError,
+    group_timeout,
+    is_simulated,
+    own_entry,
+    store_all_gather,
+    waits_in_vain,
+)
 from .trace import say_transport
 from .waiting import Message, PeerError, Pending, failure, operation_name
 
@@ -232,7 +240,7 @@ class SharedMemoryTransport:
                 own_entry.write(operation_name())
                 self._tell(peer, _WAITS)
                 told = True
-            if is_left():
+            if waits_in_vain.get()(operation_name()):
                 raise PeerError(peer, "a rank has left the call")
             if time.monotonic() > end:
                 raise PeerError(peer, f"timed out after {limit:.0f} s")

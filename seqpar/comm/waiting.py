@@ -18,10 +18,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..ranks.calls import MESSAGES_FAILED, OutOfStepError, calls_of, check_tag, current, current_tag
+from ..ranks.calls import MESSAGES_FAILED, calls_of, check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
-from ..ranks.rendezvous import LONG_WAIT, failed_wait, group_timeout, is_left, is_simulated, own_entry
+from ..ranks.rendezvous import (
+    LONG_WAIT,
+    OutOfStepError,
+    failed_wait,
+    group_timeout,
+    is_simulated,
+    own_entry,
+    waits_in_vain,
+)
 from .streams import TransferStream, posting_stream
 
 _name: ContextVar[str | None] = ContextVar("operation", default=None)
@@ -51,6 +59,8 @@ def waiting(what: str, ranks: Ranks) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
+    except OutOfStepError:
+        raise
     except RuntimeError as error:
         raise failure(what, ranks, error, began) from error
     if own_entry.written:
@@ -239,9 +249,9 @@ def start(
         own_entry.remove()
     began = time.monotonic()
     try:
-        if buffers[0].device.type == "cpu" and group is not None:
-            for greeting in _greetings((i for i in range(ranks.size()) if i != ranks.rank()), ranks, group):
-                greeting.wait()
+        others = (peer for peer in range(ranks.size()) if peer != ranks.rank())
+        if buffers[0].device.type == "cpu" and group is not None and (new := _greetings(others, ranks, group)):
+            _wait_for_messages(new)
         return Pending([collective(*args, group=group, async_op=True)], buffers, ranks)
     except OutOfStepError:
         raise
@@ -281,7 +291,7 @@ class _WaitError(RuntimeError):
 
 def _long_wait(told: bool) -> bool:
     """After each part of a wait: tell the other ranks once that this rank waits. True: they have been told."""
-    if is_left():
+    if waits_in_vain.get()(operation_name()):
         raise _WaitError(None, "another rank has left the call")
     if not told:
         own_entry.write(operation_name())
@@ -301,7 +311,7 @@ def _wait_for_collective(work: Any) -> None:
             told = _long_wait(told)
 
 
-def _wait_for_messages(works: list[Started]) -> None:
+def _wait_for_messages(works: Sequence[Started]) -> None:
     """Wait for messages of gloo in another thread, so that this one can be interrupted, and sees that a rank has left.
 
     If the sender or the receiver of a message leaves in the middle of it, gloo does not always notice, and would wait
@@ -324,7 +334,7 @@ class _Waiter:
     """A thread that waits for lists of messages, and returns an error or None for each list."""
 
     def __init__(self) -> None:
-        self.messages, self.errors = SimpleQueue[list[Started]](), SimpleQueue[Exception | None]()
+        self.messages, self.errors = SimpleQueue[Sequence[Started]](), SimpleQueue[Exception | None]()
         Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:

@@ -16,23 +16,24 @@ would take the messages of one call for the messages of another, and nothing wou
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
-from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_default_store
 
 from .processes import check_own_process
-from .rendezvous import group_timeout, left_keys, store_all_gather, write_left
+from .rendezvous import OutOfStepError, group_timeout, is_simulated, store_all_gather, waits_in_vain
 
 Tag = tuple[int, int]  # the number of a call, and a checksum of what is called
 # Closes a connection. The argument is ``Calls.left_by`` after an exception in a call; None if there was none.
@@ -43,10 +44,6 @@ MESSAGES_FAILED = -1
 # How long a rank that has left a call waits in its next call for the other ranks. It may wait in vain: a rank to which
 # this rank sends no messages goes on.
 _PATIENCE = timedelta(seconds=30)
-
-
-class OutOfStepError(RuntimeError):
-    """The ranks of a group are in different calls."""
 
 
 class Calls:
@@ -76,7 +73,8 @@ class Calls:
         self.unusable: str | None = None
         self._closers: list[Close] = []
         self._used: WeakSet[Calls] = WeakSet((self,))  # whose connections the calls of this group use
-        self._number = self.epoch = 0
+        self._name = group.group_name
+        self._number = self._what = self.epoch = 0
         self._thread = self._running = 0  # identifiers of threads
 
     def connect(self, key: Any, make: Callable[[], tuple[Any, Close]]) -> Any:
@@ -114,9 +112,9 @@ class Calls:
         try:
             outer = current.set(self)
             if not goes_on:
-                self._number += 1
+                self._number, self._what = self._number + 1, what
                 self.greeted.clear()
-            at = left_keys.set(partial(_left_keys, group, self._number))
+            at = waits_in_vain.set(self._waits_in_vain)
             if self.left:
                 self._meet(group)
             self.tag = self._number, what
@@ -128,7 +126,7 @@ class Calls:
             if outer is not None:
                 current.reset(outer)
             if at is not None:
-                left_keys.reset(at)
+                waits_in_vain.reset(at)
             self.tag, self._running = _NO_CALL, 0
 
     def _check_thread(self) -> None:
@@ -160,8 +158,50 @@ class Calls:
         left_by = dist.get_rank() if self.left_by is None else self.left_by
         for calls in [*self._used]:
             calls.close(left_by)
-        for key in left_keys.get()()[:1]:
-            write_left(key)
+        self._write(self._number, left_by)
+
+    def _write(self, call: int | Literal["all"], left_by: int) -> None:
+        """Tell the ranks that wait in this call that this rank does not come."""
+        if dist.is_initialized() and not is_simulated():
+            with suppress(RuntimeError):
+                _get_default_store().set(f"{self._prefix()}/{call}", str(left_by))
+
+    def _prefix(self) -> str:
+        assert dist.group.WORLD is not None
+        return f"seqpar/left/{self._name}/{calls_of(dist.group.WORLD).epoch}"
+
+    def _waits_in_vain(self, operation: str) -> bool:
+        """In a long wait: whether another rank has left this call because messages have failed.
+
+        Raises:
+            OutOfStepError: another rank has left this call for another reason, or waits in another call that has the
+                same number.
+        """
+        store, prefix = _get_default_store(), self._prefix()
+        for key in (f"{prefix}/{self._number}", f"{prefix}/all"):
+            if store.check([key]):
+                self.left_by = rank = int(store.get(key))
+                if rank == MESSAGES_FAILED:
+                    return True
+                raise OutOfStepError(
+                    f"{operation}: rank(s) [{rank}] of the job left this call by an error; see its traceback"
+                )
+        if self.tag == _NO_CALL:
+            return False
+        # The latest call in which a rank of the group has waited for long.
+        own, before = json.dumps([self._number, self._what, dist.get_rank(), operation]), ""
+        while (entry := store.compare_set(f"{prefix}/waits", before, own).decode()) != own:
+            number, what, rank, where = json.loads(entry)
+            if number >= self._number:
+                if number == self._number and what != self._what:
+                    raise OutOfStepError(
+                        f"{operation}: rank {rank} of the job makes another call than this rank (it waits in {where}); "
+                        "make the same calls on all ranks, with tensors of the same shapes and dtype: skip no layer at "
+                        "random"
+                    )
+                break
+            before = entry
+        return False
 
     def close(self, left_by: int | None = None) -> None:
         """Close the connections. Later calls connect the ranks again."""
@@ -239,19 +279,12 @@ def begin_again() -> None:
     A rank that waits for this one in a call, because an error has let them get out of step, leaves its call.
     """
     assert dist.group.WORLD is not None
-    for group, calls in [*_calls.items()]:
+    for calls in all_calls():
         if calls._number:
-            write_left(_left_keys(group, 0)[1])
+            calls._write("all", dist.get_rank())
         calls.close(dist.get_rank())
         calls.left, calls._number = False, 0
     calls_of(dist.group.WORLD).epoch += 1
-
-
-def _left_keys(group: ProcessGroup, call: int) -> tuple[str, str]:
-    """The keys in the store that a rank writes when it has left this call of the group, and all of its calls."""
-    assert dist.group.WORLD is not None
-    prefix = f"seqpar/left/{group.group_name}/{calls_of(dist.group.WORLD).epoch}"
-    return f"{prefix}/{call}", f"{prefix}/all"
 
 
 def _forget() -> None:

@@ -50,6 +50,10 @@ ADVICE = (
 )
 
 
+class OutOfStepError(RuntimeError):
+    """The ranks of a group are in different calls, or one of them has left the call."""
+
+
 def is_simulated() -> bool:
     """Whether the default group has the "fake" backend: a single process acts as one of the ranks."""
     return str(dist.get_backend()) == "fake"
@@ -114,7 +118,7 @@ def _all_gather(
         entries = (_join if index else _gather)(store, key, value, index or len(ranks), purpose, timeout)
         if missing := [ranks[i] for i, entry in enumerate(entries) if entry is None]:
             own_entry.write(purpose, missing)
-    except RuntimeError as error:  # DistNetworkError
+    except dist.DistError as error:
         raise RuntimeError(missing_message(None, purpose, time.monotonic() - began)) from error
     if missing:
         raise RuntimeError(missing_message(missing, purpose, time.monotonic() - began))
@@ -122,7 +126,7 @@ def _all_gather(
 
 
 def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> None:
-    """Wait for the keys. RuntimeError: they were not set in time.
+    """Wait for the keys. TimeoutError: they were not set in time.
 
     It asks again and again: while ``store.wait`` waits, no other thread of this process can use the store, and if it
     waits in vain, torch prints lines that read like a failure.
@@ -130,30 +134,20 @@ def _wait(store: dist.Store, keys: list[str], purpose: str, seconds: float) -> N
     began, poll, told = time.monotonic(), _FIRST_POLL_S, False
     while not store.check(keys):
         waited = time.monotonic() - began
-        if waited > seconds or is_left():
-            raise RuntimeError(f"gave up after {waited:.0f} s")
-        if waited > LONG_WAIT.total_seconds() and not told:
-            own_entry.write(purpose)
-            told = True
+        if waited > LONG_WAIT.total_seconds():
+            if not told:
+                own_entry.write(purpose)
+                told = True
+            if waits_in_vain.get()(purpose):
+                raise TimeoutError
+        if waited > seconds:
+            raise TimeoutError
         time.sleep(min(poll, _LONGEST_POLL_S, max(seconds - waited, 0.0)))
         poll *= 1.5
 
 
-# During a call: returns two keys. A rank that leaves the call by an exception writes the first one. A rank that begins
-# to count its calls again writes the second one. No other rank then waits for it.
-left_keys: ContextVar[Callable[[], Sequence[str]]] = ContextVar("left_keys", default=tuple)
-
-
-def write_left(key: str) -> None:
-    """Tell the ranks that wait in a call under ``key`` that this rank does not come."""
-    if not is_simulated():
-        with suppress(RuntimeError):
-            _get_default_store().set(key, "")
-
-
-def is_left() -> bool:
-    """Whether another rank has left the call that this rank is in."""
-    return any(_get_default_store().check([key]) for key in left_keys.get()())
+# During a call: whether a wait in an operation, which is named, would never end (``Calls.waits_in_vain``).
+waits_in_vain: ContextVar[Callable[[str], bool]] = ContextVar("waits_in_vain", default=lambda _: False)
 
 
 # After a failure, torchrun may start the ranks again with the same store. The store then still has the entries of ranks
@@ -169,7 +163,7 @@ def _gather(store: dist.Store, key: str, value: str, size: int, purpose: str, ti
     if before and not store.check([f"{before}/all"]):
         store.set(f"{before}/all", "[]")  # ranks that wait in the last round join this one
     keys = [f"{current}/{i}" for i in range(1, size)]
-    with suppress(RuntimeError):  # DistStoreError
+    with suppress(TimeoutError):
         _wait(store, keys, purpose, timeout.total_seconds())
     written = keys if store.check(keys) else [k for k in keys if store.check([k])]
     values = dict(zip(written, map(json.loads, store.multi_get(written)), strict=True)) if written else {}
@@ -183,12 +177,12 @@ def _join(store: dist.Store, key: str, value: str, index: int, purpose: str, tim
     # Wait longer than rank 0, so that all ranks report rank 0's list of missing ranks.
     end = time.monotonic() + timeout.total_seconds() + _GRACE_S
     mine, before, poll = [uuid.uuid4().hex, value], "", _POLL_S
-    with suppress(RuntimeError):  # DistStoreError
+    with suppress(TimeoutError):
         while (seconds := end - time.monotonic()) > 0:
             _wait(store, [key], purpose, seconds)
             current = store.get(key).decode()
             if current == before:  # an earlier round: rank 0 has not arrived yet
-                if is_left():
+                if waits_in_vain.get()(purpose):
                     break
                 time.sleep(poll)
                 poll = min(2 * poll, _LONGEST_POLL_S)

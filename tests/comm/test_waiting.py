@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -22,7 +23,7 @@ from seqpar.comm.communicator import communicator
 from seqpar.ranks import rendezvous
 from seqpar.ranks.mesh import Ranks
 
-from ..pool import OwnPool, Pool, at_once, on_ranks, start
+from ..pool import OwnPool, Pool, at_once, limit_waits, on_ranks, start
 from ..reference import assert_error
 from ..strategy_cases import STRATEGIES
 
@@ -99,7 +100,8 @@ def one_rank_raises_before(world: ProcessGroup, name: str, ready: bool) -> tuple
 
 @on_ranks
 def different_calls(world: ProcessGroup) -> tuple[str, str, float]:
-    """Rank 1 makes another call than the others."""
+    """Rank 1 makes another call than the others. They notice it long before the timeout."""
+    limit_waits(60.0)
     sharding = seqpar.Sharding(8 * world.size(), "contiguous", group=world)
     meet()
     attend(group=world)
@@ -141,15 +143,18 @@ def test_one_rank_raises_in_a_constructor(
             assert kind == "ValueError", message
             continue
         assert kind == "RuntimeError" and "look for an earlier error" in message, message
-        assert "rank(s) [1]" in message or (ready and name not in ("handshake", "init_mesh")), message
+        # On a busy machine, rank 2 may be late too.
+        assert re.search(r"rank\(s\) \[1\b", message) or (ready and name not in ("handshake", "init_mesh")), message
 
 
 def test_ranks_make_different_calls(errors: dict[Any, list[tuple[str, str, float]]]) -> None:
-    for rank, (kind, message, _) in enumerate(errors["different calls"]):
-        here, others = "unshard", "rank 1 in handshake"
-        if rank == 1:
-            here, others = "handshake", "rank 0 in unshard, rank 2 in unshard"
-        assert kind == "RuntimeError" and f"{here}: other ranks wait elsewhere ({others})" in message, message
+    texts = [f"{kind}: {message}" for kind, message, _ in errors["different calls"]]
+    noticed = "OutOfStepError: {}: rank {} of the job makes another call than this rank (it waits in {})"
+    where = ["unshard", "handshake", "unshard"]
+    pairs = [(rank, other) for rank in range(3) for other in range(3) if where[rank] != where[other]]
+    first = [noticed.format(where[rank], other, where[other]) for rank, other in pairs]
+    assert any(text.startswith(tuple(first)) for text in texts), texts
+    assert all(f"Error: {here}: " in text for here, text in zip(where, texts, strict=True)), texts
 
 
 def test_one_rank_does_not_use_what_it_has_unsharded(errors: dict[Any, list[tuple[str, str, float]]]) -> None:

@@ -400,7 +400,7 @@ KEPT: dict[str, str] = {
     "ranks.calls": "Calls.connections Calls.works current _calls",
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
-    "ranks.rendezvous": "left_keys",
+    "ranks.rendezvous": "waits_in_vain",
     "scaled_dot_product": "_in_reentrant _without_modules _Modules.masks",
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
