@@ -46,6 +46,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "hybrid": {"strategy": "hybrid"},
 }
 
+# ``comm`` has other names for ring, Ulysses and hybrid. What does not depend on the name runs these.
+OTHER_NAMES = ("p2p", "a2a", "a2a+p2p")
+DISTINCT = [name for name in STRATEGIES if name not in OTHER_NAMES]
+
 # Strategies that include the projections can only be used as layers.
 LAYER_STRATEGIES: dict[str, dict[str, Any]] = {
     **STRATEGIES,

@@ -22,7 +22,7 @@ from seqpar import Mask
 from ..cases import Batch
 from ..observe import message_of
 from ..pool import Pool, mesh_of, on_ranks
-from ..strategy_cases import STRATEGIES
+from ..strategy_cases import DISTINCT, STRATEGIES
 
 
 def tensor(*shape: int, **kwargs: Any) -> Tensor:
@@ -398,7 +398,7 @@ def verify_one_bad_rank(name: str, messages: list[str]) -> None:
             assert message.startswith("RuntimeError") and "[1]" in message, f"rank {rank}"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", DISTINCT)
 def test_one_bad_rank_makes_all_raise(batch: Batch, strategy: str) -> None:
     batch.check(4, attend_with_one_bad_rank, [*bad_on(1, 1)], verify_one_bad_rank, strategy)
 

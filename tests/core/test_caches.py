@@ -243,7 +243,9 @@ def trained_after(group: ProcessGroup, names: list[str]) -> list[str]:
             run = make(group)
             try:
                 if mode == "compile":
-                    run(True, partial(torch.compile, backend="aot_eager"))
+                    # Only the last rank compiles.
+                    is_last = group.rank() == group.size() - 1
+                    run(True, *[partial(torch.compile, backend="aot_eager")] * is_last)
                 else:
                     with ExitStack() as stack:
                         for each in mode.split():
@@ -395,6 +397,7 @@ KEPT: dict[str, str] = {
     "planner.forecast": "calibration",
     "planner.mixer_layer": "_halo_rows _state_rows",
     "planner.setting": "_work_by_ring_rank",
+    "planner.shape": "ModelShape.layer_parameters",
     "planner.splits": "_balanced_layout",
     "planner.step": "_LayerCost._passes",
     "ranks.calls": "Calls.connections Calls.works current _calls",

@@ -198,7 +198,8 @@ def test_compiled_code_goes_by_the_hosts(pool: Pool, per_host: int, comm: str, s
 def compiled_before_the_hosts_are_known(group: ProcessGroup) -> list[list[int]]:
     """The messages of "auto" in two steps, of which the first finds out the hosts; each compiled, and then not.
 
-    A window takes a ring, which needs the hosts. Only rank 1 has another number of tokens in the second step.
+    A window takes a ring, which needs the hosts. Only rank 1 has another number of tokens in the second step. Ranks 0
+    and 3 do not compile.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -219,7 +220,7 @@ def compiled_before_the_hosts_are_known(group: ProcessGroup) -> list[list[int]]:
             for mask in (window, causal):
                 want = seqpar.attention(want, k, k, strategy="local", mask=mask, layout="contiguous")
             messages = []
-            for run in (compiled, step):
+            for run in (compiled if group.rank() in (1, 2) else step, step):
                 with seqpar.trace() as t:
                     out = run(sharding.shard(q), sharding.shard(k), sharding)
                 assert_close(out, sharding.shard(want))

@@ -17,7 +17,7 @@ from seqpar.placement.layout import segments_layout
 from ..cases import Batch
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
-from ..strategy_cases import STRATEGIES
+from ..strategy_cases import DISTINCT, STRATEGIES
 
 # Odd lengths, one token, none, and fewer tokens than ranks.
 STREAMS = ((13, 20), (1, 16), (0, 7), (5, 11, 9), (2, 0, 1))
@@ -78,7 +78,7 @@ def expected(case: Case, seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_attention_over_streams_is_one_device_s(batch: Batch, world: int) -> None:
-    cases = [Case(*each) for each in product(STREAMS, STRATEGIES, MASKS) if each[2] == "full" or each[0] in STREAMS[:2]]
+    cases = [Case(*each) for each in product(STREAMS, DISTINCT, MASKS) if each[2] == "full" or each[0] in STREAMS[:2]]
     seed = int(torch.randint(2**31, ()))
 
     def verify(case: Case, results: list[dict[str, Tensor]]) -> None:

@@ -21,10 +21,9 @@ from seqpar.strategies import call, head_exchange, transport
 from ..cases import Batch
 from ..pool import on_ranks
 from ..reference import assert_close, dense_gradients
-from ..strategy_cases import STRATEGIES
+from ..strategy_cases import DISTINCT, STRATEGIES
 
 SEQ_LEN, WORLD = 53, 4
-OTHER_NAMES = ("p2p", "a2a", "a2a+p2p")  # of ring, Ulysses and hybrid
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,7 @@ def test_the_next_call_is_right(batch: Batch, shared_memory: bool) -> None:
     """The ranks raise in different kernels, one of them raises alone, or all raise where a message is packed."""
     cases = [
         Case(strategy, phase, at)
-        for strategy, phase in product(STRATEGIES, ("forward", "backward"))
-        if strategy not in OTHER_NAMES
+        for strategy, phase in product(DISTINCT, ("forward", "backward"))
         for at in ((0, 1, 0, 1), (None, None, 0, None))
     ]
     phases = ("packing in forward", "packing in backward")

@@ -26,7 +26,7 @@ from seqpar.layers import rotary
 from seqpar.ranks.rendezvous import store_all_gather
 
 from ..pool import Pool, on_ranks
-from ..strategy_cases import LAYER_STRATEGIES, STRATEGIES
+from ..strategy_cases import DISTINCT, LAYER_STRATEGIES, OTHER_NAMES, STRATEGIES
 
 SEQ_LEN, HIDDEN, VOCAB = 16, 32, 11
 MASK = Mask.documents([0, 5, SEQ_LEN])
@@ -122,7 +122,7 @@ def calls(group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Any]]]:
         seqpar.sync_gradients(module, group=group)
         seqpar.clip_grad_norm_(module, 1.0, group=group)
 
-    rows = {**STRATEGIES, "auto": {"strategy": "auto"}}
+    rows = {**{name: STRATEGIES[name] for name in DISTINCT}, "auto": {"strategy": "auto"}}
     for name, row in rows.items():
         yield f"attention {name}, sharding", functools.partial(attend, sharding=sharding, **row)
         yield f"attention {name}, handshake", functools.partial(attend, **where, **row)
@@ -131,7 +131,8 @@ def calls(group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     positions = sharding.positions() // 2
     dynamic = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}
-    rows = {**LAYER_STRATEGIES, "auto": {"strategy": "auto"}, "tp_sp, none": {"strategy": "tp_sp", "overlap": "none"}}
+    rows = {name: row for name, row in LAYER_STRATEGIES.items() if name not in OTHER_NAMES}
+    rows |= {"auto": {"strategy": "auto"}, "tp_sp, none": {"strategy": "tp_sp", "overlap": "none"}}
     for name, row in rows.items():
         of_layer = {"sharding": of_tp if row["strategy"] == "tp_sp" else sharding}
         layers = [
