@@ -306,6 +306,9 @@ def may_have_children() -> Iterator[None]:
     config: Any = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     before, config["daemon"] = config.get("daemon"), False
     try:
+        # A loader that the garbage collector ends cannot tell its workers, and waits for each so long (5 s by default)
+        # before it ends them.
+        torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
         yield
     finally:
         config["daemon"] = before
