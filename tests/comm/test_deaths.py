@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from tools.deaths import Case, show
+
+from ..pool import Pool
 
 CASES = {
-    "some": """
+    "some": [
         Case("ring", "handshake", "killed", 2),
         Case("hybrid", "forward", "stopped", 1),
         Case("ulysses", "backward", "raises", 2, shared_memory=True),
-    """,
-    "more": """
+    ],
+    "more": [
         Case("ring", "forward", "killed", 0, own_store=False),
         Case("ring x tp", "unshard", "killed", 3, shared_memory=True),
-    """,
+    ],
 }
+
+
+def run(which: str, out: Path) -> None:
+    """Run the cases, with ``out`` as the standard output and the standard error."""
+    with out.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(not show(CASES[which], at_once=len(CASES[which])))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", CASES)
-def test_a_death_is_named(which: str) -> None:
-    root = Path(__file__).parents[2]
-    script = f"from tools.deaths import Case, show\nraise SystemExit(not show([{CASES[which]}], at_once=5))"
-    process = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=240)
-    assert process.returncode == 0, process.stdout + process.stderr
+def test_a_death_is_named(pool: Pool, which: str, tmp_path: Path) -> None:
+    """In forks of the pool's fork server, which import nothing again."""
+    process = get_context("forkserver").Process(target=run, args=(which, tmp_path / "out"))
+    process.start()
+    try:
+        process.join(240)
+    finally:
+        process.kill()
+    assert process.exitcode == 0, (tmp_path / "out").read_text()
