@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+
 from tools.deaths import Case, show
 
 from ..pool import Pool
