@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -320,7 +321,7 @@ def at_once(
     timeout_s: float = 30.0,
     shared_memory: bool = False,
 ) -> list[list[Result]]:
-    """Make several calls at the same time, each on ``world`` ranks of its own, because most of them wait.
+    """Make several calls at the same time, each in worker processes of its own, because most of them wait.
 
     Args:
         world: the number of ranks of a call.
@@ -331,28 +332,24 @@ def at_once(
     Returns:
         The results of each call by rank.
     """
-    own = OwnPool(world * len(calls), worlds=())
+    pools = [OwnPool(world, worlds=()) for _ in calls]
     try:
-        results = own.pool.run(
-            own.pool.ranks,
-            _one_of,
-            own.port,
-            world,
-            calls,
-            timeout_s,
-            shared_memory=shared_memory,
-        )
+        with ThreadPoolExecutor(len(pools)) as threads:
+            runs = [
+                threads.submit(
+                    own.pool.run, world, _in_new_group, own.port, call, timeout_s, shared_memory=shared_memory
+                )
+                for own, call in zip(pools, calls, strict=True)
+            ]
+            return [run.result() for run in runs]
     finally:
-        own.pool.close()
-    return [results[i : i + world] for i in range(0, len(results), world)]
+        for own in pools:
+            own.pool.close()
 
 
 @on_ranks
-def _one_of(
-    group: ProcessGroup, port: int, world: int, calls: Sequence[Callable[[ProcessGroup], Result]], timeout_s: float
-) -> Result:
-    number, rank = divmod(group.rank(), world)
-    return calls[number](start(port, str(number), rank, world, timeout_s))
+def _in_new_group(group: ProcessGroup, port: int, call: Callable[[ProcessGroup], Result], timeout_s: float) -> Result:
+    return call(start(port, "the call", group.rank(), group.size(), timeout_s))
 
 
 @cache

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar.comm.shared_memory import SharedMemoryTransport
-from seqpar.ranks import calls
+from seqpar.ranks import calls, rendezvous
 
 from ..pool import OwnPool, Pool, on_ranks, start
 
@@ -67,6 +67,11 @@ def verdict(attempt: Callable[[], Any], expected: tuple[Tensor, ...]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def wait_less() -> None:
+    """Let a rank that has left a call not wait long for the others, nor for their own reports of an error."""
+    calls._PATIENCE, rendezvous._GRACE_S = timedelta(seconds=1), 0.2
+
+
 def differing(name: str, group: ProcessGroup) -> dict[str, Callable[[], object]]:
     """What rank 1 does while rank 0 makes the call ``name``."""
     sharding = seqpar.Sharding(SEQ_LEN, "contiguous", group=group)
@@ -89,7 +94,7 @@ def differing(name: str, group: ProcessGroup) -> dict[str, Callable[[], object]]
 def make_different_calls(pool_group: ProcessGroup, port: int, label: str) -> dict[str, list[str]]:
     """Rank 1 makes another call than rank 0. Later calls raise until the ranks begin again."""
     group, seen = start(port, label, pool_group.rank(), 2, 20.0), {}
-    calls._PATIENCE = timedelta(seconds=1)
+    wait_less()
     for name in ("ring", "ulysses", "all-gather", "halo", "by_heads"):
         usual = partial(results_of, name, group, 7)
         expected = usual()  # also connects the ranks
@@ -116,7 +121,7 @@ def interrupt_calls(pool_group: ProcessGroup, port: int, label: str, seed: int, 
     """Signals interrupt steps at random times, on one rank or on all. Afterwards, steps are right or raise an error."""
     rank, seen = pool_group.rank(), list[tuple[str, ...]]()
     group = start(port, label, rank, pool_group.size(), 50.0)
-    calls._PATIENCE = timedelta(seconds=1)
+    wait_less()
     names = ["ring", "ulysses", "without a sharding", "halo"]
     expected = {name: results_of(name, group, 7) for name in names}
 
