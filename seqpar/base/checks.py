@@ -5,11 +5,9 @@ Every error message names the argument, its value, what is expected, and what to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from inspect import signature
 from math import isfinite
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +18,6 @@ from torch.distributed.tensor import DTensor
 # it keeps signatures, and it imports the compiler (which takes half a second) only at the first call.
 no_compile = _disable_dynamo
 
-# Arguments of other packages that a mask replaces here.
-_REPLACED_BY_MASK = {
-    "causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
-    "is_causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
-    "window_size": "such as mask=seqpar.Mask.causal() & seqpar.Mask.sliding_window(left)",
-    "sliding_window": "such as mask=seqpar.Mask.causal() & seqpar.Mask.sliding_window(left)",
-    "cu_seqlens": "such as mask=seqpar.Mask.documents(cu_seqlens), with the boundaries of the whole sequence",
-    "attn_mask": "such as mask=seqpar.Mask.causal(): a dense mask is not taken",
-    "attention_mask": "such as mask=seqpar.Mask.causal(): a dense mask is not taken",
-}
-
-# Arguments of F.scaled_dot_product_attention that have another name here, or none.
-_NAMED_OTHERWISE = {
-    "scale": "seqpar.attention calls it softmax_scale",
-    "dropout": "it is called dropout_p",
-    "enable_gqa": "leave it out: k and v may always have fewer heads than q",
-}
 # No model has more heads. Tensors [batch, heads, seq, head_dim] have as many "heads" as tokens.
 _MOST_HEADS = 1024
 TRANSPOSE = "if q, k and v are [batch, heads, seq, head_dim], transpose them to [batch, seq, heads, head_dim]"
@@ -98,34 +79,6 @@ def check_alike(name: str, by_rank: Sequence[object]) -> None:
     if len(set(by_rank)) > 1:
         shown = ", ".join(map(str, by_rank))
         raise ValueError(f"{name}: the ranks of the group differ: [{shown}]; pass the same on every rank")
-
-
-def check_options(
-    strategy: str, options: Iterable[str], allowed: Iterable[str], *functions: Callable[..., Any]
-) -> None:
-    """Raise unless the names of ``options`` are ``allowed``.
-
-    What else was passed as a keyword may be a mistyped argument of ``functions``, which take the options.
-    """
-    names = list(allowed)
-    for option in options:
-        if option in names:
-            continue
-        if option == "gather":
-            raise TypeError(
-                f"gather: not an option of strategy {strategy!r}, but of the layer seqpar.ContextParallelAttention, "
-                "which projects hidden states to keys and values itself; leave it out"
-            )
-        if option in _REPLACED_BY_MASK:
-            raise TypeError(f"{option}: not an option; pass a mask, {_REPLACED_BY_MASK[option]}")
-        if option in _NAMED_OTHERWISE:
-            raise TypeError(f"{option}: not an option; {_NAMED_OTHERWISE[option]}")
-        parameters = [p for function in functions for p in signature(function).parameters.values()]
-        arguments = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        nearest = get_close_matches(option, [name for name in names + arguments if name != option], n=1)
-        strategys = f"did you mean {nearest[0]!r}? The strategy" if nearest else "the strategy"
-        has = f"'s options are {', '.join(names)}" if names else " has no options"
-        raise TypeError(f"{option}: not an option of strategy {strategy!r}; {strategys}{has}")
 
 
 def check_number(name: str, value: object) -> float:

@@ -26,7 +26,7 @@ from ..base.replaced import replaced, replaced_in
 from ..masks.mask import Mask
 from ..mixers import by_heads, by_states, halo
 from ..sharding.sharding import Sharding
-from ..strategies.auto import sends_states
+from ..strategies.auto import sends_halo, sends_states
 from .batch import BatchShard
 from .state import Patch, current_forward
 
@@ -35,7 +35,7 @@ _STATE_BYTES = 4  # of an element of a recurrent state, in float32
 
 
 def _sends_states(sharding: Sharding, heads: int, token_bytes: int, state: int) -> bool:
-    return sends_states(sharding, sharding.per_host, heads, token_bytes, _STATE_BYTES * state)
+    return sends_states(sharding.tokens, sharding.per_host, heads, token_bytes, _STATE_BYTES * state)
 
 
 def _token_bytes(*tensors: Tensor) -> int:
@@ -48,7 +48,7 @@ def _convolution(
 ) -> Tensor:
     """x ``[b, c, t]``, weight ``[c, W]``."""
     sharding, width = options["sharding"], weight.shape[1] - 1
-    if sharding.layout == "striped":
+    if not sends_halo(sharding.tokens, width):
 
         def of_heads(heads: slice, y: Tensor) -> Tensor:
             own_bias = None if bias is None else bias[heads]

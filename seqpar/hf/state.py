@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
-from ..base.checks import check_bool, check_choice, check_int, check_number, check_options, check_slopes, no_compile
+from ..base.checks import check_bool, check_choice, check_int, check_number, check_slopes, no_compile
 from ..decoding import Intervals
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
 from ..masks.mask import LayerMask, Mask
 from ..memory import Memory
 from ..placement.layout import Assigned, TokenLayout
-from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions
+from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions, check_options
 from ..ranks.mesh import rank_in, size_of
 from ..sharding.sharding import Sharding
 from .batch import BatchLayout, BatchShard, Cut

@@ -25,7 +25,6 @@ from ..base.checks import (
     check_hidden,
     check_int,
     check_number,
-    check_options,
     check_slopes,
     has_length,
     no_compile,
@@ -36,7 +35,7 @@ from ..kernels import BACKENDS, BackendName, check_backend
 from ..masks.mask import Mask, check_rows
 from ..placement.layout import Layout, check_layout, check_lengths, least_length
 from ..placement.placement import ParallelContext
-from ..placement.strategies import COMMS, STRATEGIES
+from ..placement.strategies import COMMS, STRATEGIES, check_options
 from ..schedule.plan import plan_ahead
 from ..sharding.functions import layout_of
 from ..sharding.sharding import Sharding, check_sharding, require_layout, resolve_sequence_group

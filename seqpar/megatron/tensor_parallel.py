@@ -19,14 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..base.checks import check_choice, check_hidden, check_int, check_options, no_compile
+from ..base.checks import check_choice, check_hidden, check_int, no_compile
 from ..comm.collectives import all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..comm.waiting import operation
 from ..layers.attention import NORM_EPS, AttentionLayer
 from ..placement.heads import Heads
 from ..placement.placement import ParallelContext
-from ..placement.strategies import STRATEGIES, resolve
+from ..placement.strategies import STRATEGIES, check_options, resolve
 from ..ranks.mesh import context_group, rank_in, size_of
 from ..sharding.sharding import Sharding, check_sharding
 from ..sharding.spec import AttentionSpec

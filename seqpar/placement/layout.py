@@ -53,6 +53,10 @@ from ..base.checks import TRANSPOSE, check_choice
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[LayoutName, ...] = get_args(LayoutName)
 CPU = torch.device("cpu")
+# How the tokens of a rank lie in the sequence, whatever the layout's name: in one run of consecutive positions, in two,
+# in several, or in runs that are shorter than the tiles of attention kernels.
+Grain = Literal["one run", "two runs", "several runs", "tiny runs"]
+_TINY = 64
 # Tokens of a rank at equal distances: their indices among the rank's tokens, and among the tokens of several ranks.
 Piece = tuple[slice, slice]
 
@@ -414,6 +418,20 @@ class TokenLayout:
         """The number of ranks of attention, where a block of tensor-parallel ranks counts as one."""
         return self.ring * self.ulysses
 
+    @property
+    def runs(self) -> int:
+        """How many runs of consecutive positions all ranks hold together."""
+        return _runs(self)
+
+    @property
+    def grain(self) -> Grain:
+        """How the tokens of most ranks lie in the sequence."""
+        if self.runs <= self.ranks:
+            return "one run"
+        if self.runs <= 2 * self.ranks:
+            return "two runs"
+        return "several runs" if self.runs * _TINY <= self.seq_len else "tiny runs"
+
     def ring_positions(self, ring_rank: int) -> Positions:
         """Global positions of the tokens that all ulysses ranks of ``ring_rank`` hold together."""
         ranks = self.ulysses * self.tensor
@@ -452,6 +470,12 @@ class TokenLayout:
 
     def _positions(self, first: int, count: int) -> Positions:
         return merged_positions(self.seq_len, self.ranks * self.tensor, first, count, self.layout)
+
+
+@lru_cache(maxsize=256)  # every call of a mixer asks for it
+def _runs(tokens: TokenLayout) -> int:
+    held = (tokens._positions(rank * tokens.tensor, tokens.tensor) for rank in range(tokens.ranks))
+    return sum(-(-stripe.count // stripe.block) for positions in held for stripe in positions.stripes)
 
 
 @lru_cache(maxsize=32)

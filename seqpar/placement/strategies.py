@@ -13,19 +13,40 @@ To add a strategy, add a row to ``STRATEGIES``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Literal, TypedDict, get_args
 
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..base.checks import check_choice, check_int, check_options
+from ..base.checks import check_choice, check_int
 from ..ranks.mesh import ring_and_ulysses_ranks, sequence_group, size_of
 from .placement import Placement
 
 StrategyName = Literal["local", "ring", "ulysses", "context_parallel", "hybrid", "auto"]
 Comm = Literal["all_gather", "p2p", "a2a", "a2a+p2p"]
 COMMS: tuple[str, ...] = get_args(Comm)
+
+
+# Arguments of other packages that a mask replaces here.
+_REPLACED_BY_MASK = {
+    "causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
+    "is_causal": "mask=seqpar.Mask.causal(), which is the default, or mask=seqpar.Mask.full()",
+    "window_size": "such as mask=seqpar.Mask.causal() & seqpar.Mask.sliding_window(left)",
+    "sliding_window": "such as mask=seqpar.Mask.causal() & seqpar.Mask.sliding_window(left)",
+    "cu_seqlens": "such as mask=seqpar.Mask.documents(cu_seqlens), with the boundaries of the whole sequence",
+    "attn_mask": "such as mask=seqpar.Mask.causal(): a dense mask is not taken",
+    "attention_mask": "such as mask=seqpar.Mask.causal(): a dense mask is not taken",
+}
+
+# Arguments of F.scaled_dot_product_attention that have another name here, or none.
+_NAMED_OTHERWISE = {
+    "scale": "seqpar.attention calls it softmax_scale",
+    "dropout": "it is called dropout_p",
+    "enable_gqa": "leave it out: k and v may always have fewer heads than q",
+}
 
 
 class StrategyOptions(TypedDict, total=False):
@@ -161,6 +182,9 @@ STRATEGIES: dict[str, Strategy] = {
     ),
 }
 
+# The strategies that take each option.
+_TAKE = {name: [s for s, row in STRATEGIES.items() if name in row.options] for name in StrategyOptions.__annotations__}
+
 
 def compared_options(strategy: str) -> StrategyOptions:
     """Options for comparing strategies, with which each one differs from all others: context_parallel all-gathers."""
@@ -175,6 +199,36 @@ def check_strategy(strategy: object) -> None:
             f"seqpar.ParallelAttention('tp_sp', ...); choose one of {', '.join(STRATEGIES)}, or use the layer"
         )
     check_choice("strategy", strategy, STRATEGIES)
+
+
+def check_options(
+    strategy: str, options: Iterable[str], allowed: Iterable[str], *functions: Callable[..., Any]
+) -> None:
+    """Raise unless the names of ``options`` are ``allowed``.
+
+    What else was passed as a keyword may be a mistyped argument of ``functions``, which take the options.
+    """
+    names = list(allowed)
+    for option in options:
+        if option in names:
+            continue
+        if option == "gather":
+            raise TypeError(
+                f"gather: not an option of strategy {strategy!r}, but of the layer seqpar.ContextParallelAttention, "
+                "which projects hidden states to keys and values itself; leave it out"
+            )
+        if option in _REPLACED_BY_MASK:
+            raise TypeError(f"{option}: not an option; pass a mask, {_REPLACED_BY_MASK[option]}")
+        if option in _NAMED_OTHERWISE:
+            raise TypeError(f"{option}: not an option; {_NAMED_OTHERWISE[option]}")
+        parameters = [p for function in functions for p in signature(function).parameters.values()]
+        arguments = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        nearest = [option] if option in _TAKE else get_close_matches(option, [*names, *arguments, *_TAKE], n=1)
+        strategys = f"did you mean {nearest[0]!r}? The strategy" if nearest else "the strategy"
+        if nearest and nearest[0] in {*_TAKE} - {*names}:
+            strategys = f"{nearest[0]} is an option of {' and '.join(_TAKE[nearest[0]])}; the strategy"
+        has = f"'s options are {', '.join(names)}" if names else " has no options"
+        raise TypeError(f"{option}: not an option of strategy {strategy!r}; {strategys}{has}")
 
 
 def resolve(

@@ -20,7 +20,7 @@ from ..mixers import Exchange, ToHeads, ToSequence
 from ..placement.heads import Heads, kv_index
 from ..placement.layout import TokenLayout
 from ..placement.placement import Placement
-from ..strategies.auto import sends_states
+from ..strategies.auto import sends_halo, sends_states
 from ..strategies.row_exchange import halo_plan, state_plan
 from .messages import RankPlace, RecordedHeadExchange, SimulatedRanks
 from .mixer import Mixer
@@ -69,9 +69,9 @@ class MixerTimeline:
         self._convolution(timeline, True)
 
     def _convolution(self, timeline: Timeline, backward: bool) -> None:
-        """Record the messages of the convolution. Striped tokens are sent by channels, as ``seqpar.hf`` does."""
+        """Record the messages of the convolution. It sends channels where ``seqpar.hf`` does."""
         m = self._mixer
-        if self._setting.layout == "striped":
+        if not sends_halo(self._setting.sharding, m.width - 1):
             channels = replace(m, heads=m.channels, groups=1, of_head=1, of_group=0, result=1)
             self._by_heads(timeline, channels, 0, backward)
         else:

@@ -24,6 +24,7 @@ from ..masks.mask import Mask
 from ..placement.balanced import balanced_layout
 from ..placement.layout import (
     LAYOUTS,
+    Grain,
     Layout,
     TokenLayout,
     check_layout,
@@ -52,10 +53,11 @@ from .shards import Unshard, local_shard
 from .spec import REPLICATED, AttentionSpec
 
 
-# A compiled function depends on the ranks, and with them on their hosts, and on the layout's name, but not on the
-# length, and not on the ranges of an ``Assigned`` layout.
+# A compiled function depends on the ranks, and with them on their hosts, and on the layout's name and grain, but not on
+# the length, and not on the ranges of an ``Assigned`` layout.
 @register_reference_type(
-    lambda sharding: [*sharding.ranks_key, sharding.layout_name], reads=["layout_name", "ranks", "per_host"]
+    lambda sharding: [*sharding.ranks_key, sharding.layout_name, sharding.grain],
+    reads=["layout_name", "grain", "ranks", "per_host"],
 )
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharding(Opaque):
@@ -274,13 +276,19 @@ class Sharding(Opaque):
         return {}
 
     @cached_property
-    def _tokens(self) -> TokenLayout:
+    def tokens(self) -> TokenLayout:
+        """Which tokens each rank holds."""
         return TokenLayout(self.seq_len, self.layout, ring=self.ranks)
 
     @property
     def ranks(self) -> int:
         """The number of ranks."""
         return size_of(self.sequence_group)
+
+    @cached_property
+    def grain(self) -> Grain:
+        """How the tokens of most ranks lie in the sequence."""
+        return self.tokens.grain
 
     @cached_property
     def sequence_ranks(self) -> ParallelContext:
@@ -393,7 +401,7 @@ class Sharding(Opaque):
         dim = _check_full(x, dim, self.seq_len)
         if self.sequence_group is None:
             return x
-        return local_shard(x, dim, self._tokens, rank_in(self.sequence_group))
+        return local_shard(x, dim, self.tokens, rank_in(self.sequence_group))
 
     @no_compile
     def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
@@ -420,7 +428,7 @@ class Sharding(Opaque):
         if self.sequence_group is None:
             return x_local
         global_ranks(self.sequence_group)  # raises if the group has been destroyed
-        out: Tensor = Unshard.apply(x_local, dim, self._tokens, self.sequence_group)
+        out: Tensor = Unshard.apply(x_local, dim, self.tokens, self.sequence_group)
         return out
 
     def report(self, mask: Mask | Mapping[Mask, int], token_bytes: int = TOKEN_BYTES) -> str:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..base.cache import cached_tensors, upload
-from ..base.checks import check_bool, check_dropout, check_number, check_options
+from ..base.checks import check_bool, check_dropout, check_number
 from ..base.compile_types import Opaque, register_constant_type
 from ..kernels import check_backend
 from ..masks.mask import LayerMask
 from ..placement.heads import Heads
-from ..placement.strategies import STRATEGIES, check_strategy
+from ..placement.strategies import STRATEGIES, check_options, check_strategy
 
 REPLICATED = "replicated"
 

@@ -7,10 +7,10 @@ up what the planner simulates (``layer.attention_seconds``) for 2 to 32 H100s an
 * An all-to-all is exposed, and a ring overlaps with its kernels. But a ring has more messages and smaller kernels. So
   Ulysses is faster for short sequences, and both take the same time for long ones.
 * Under windows and packed documents a ring sends only the few rows that the queries see. Ulysses sends all of them.
-* In a balanced layout (``Sharding.balanced``) a rank has several short pieces, which need rows of many ranks. Ulysses
-  inside each host joins the pieces of its ranks.
-* In the contiguous layout, the last rank of a causal ring has almost twice the mean work. An all-to-all shares the
-  tokens of its ranks evenly.
+* In a balanced layout (``Sharding.balanced``) a rank has several runs of tokens, which need rows of many ranks. Ulysses
+  inside each host joins the runs of its ranks.
+* If each rank has one run, as in the contiguous layout, the last rank of a causal ring has almost twice the mean work.
+  An all-to-all shares the tokens of its ranks evenly.
 * Between hosts, a ring sends K/V once to each host, and an all-to-all sends queries and outputs too. These are no more
   bytes than K/V if there are as many KV heads as query heads, and many more with grouped heads.
 
@@ -20,14 +20,13 @@ under the others. An all-gather, which holds K/V of all ranks, is never named.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from operator import index
 
 import torch
 
 from ..comm.trace import count_choice
 from ..masks.mask import Mask
-from ..placement.layout import Layout, TokenLayout, shard_ranges
+from ..placement.layout import Grain, TokenLayout
 from ..placement.strategies import StrategyName, StrategyOptions
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec, constants
@@ -39,14 +38,14 @@ def named(spec: AttentionSpec, mask: Mask, heads: int, kv_heads: int, sharding: 
         return spec
     is_local = mask.is_local or (spec.layer_mask is not None and any(spec.layer_mask[1:]))
     ranks = sharding.ranks
-    strategy, options = fastest(is_local, heads, kv_heads, sharding.layout_name, ranks, sharding.per_host)
+    strategy, options = fastest(is_local, heads, kv_heads, sharding.grain, ranks, sharding.per_host)
     if ranks > 1 and not torch.compiler.is_compiling():
         count_choice(strategy)
     return spec.having(strategy=strategy, strategy_options=constants(options))
 
 
 def fastest(
-    is_local: bool, heads: int, kv_heads: int, layout: str, ranks: int, per_host: int
+    is_local: bool, heads: int, kv_heads: int, grain: Grain, ranks: int, per_host: int
 ) -> tuple[StrategyName, StrategyOptions]:
     """The strategy that should be the fastest, and its options on a plain group.
 
@@ -54,24 +53,24 @@ def fastest(
         is_local: whether queries see few keys of other ranks (``Mask.is_local``).
         heads: query heads.
         kv_heads: KV heads.
-        layout: the name of the layout (``Sharding.layout_name``).
+        grain: how the tokens of a rank lie in the sequence.
         ranks: the number of ranks that the sequence is sharded over.
         per_host: how many consecutive ranks share a host.
     """
     # torch.compile may have turned them into variables, also the hosts, which the first attention may find out.
     heads, kv_heads, ranks, per_host = index(heads), index(kv_heads), index(ranks), index(per_host)
-    if ranks == 1 or (is_local and layout not in ("striped", "assigned")):
+    if ranks == 1 or (is_local and grain in ("one run", "two runs")):
         return "ring", {}
-    if ranks == 2 and layout != "contiguous":
+    if ranks == 2 and grain != "one run":
         return "ring", {}  # one message, which overlaps with the rank's own keys
     costs = []
     for ulysses in range(1, min(ranks, heads) + 1):
         if ranks % ulysses:
             continue
         work = -(-heads // ulysses) * ulysses / heads  # of the rank with the most heads, over the mean
-        if layout == "contiguous":
+        if grain == "one run":
             work *= 2 - ulysses / ranks  # of the last rank of a causal ring, over the mean
-        sends_more = kv_heads < heads or (is_local and layout == "assigned")  # than a ring between hosts
+        sends_more = kv_heads < heads or (is_local and grain == "several runs")  # than a ring between hosts
         between_hosts = ulysses > 1 and per_host % ulysses > 0 and sends_more
         costs.append((work, between_hosts, -ulysses))
     ulysses = -min(costs)[2]
@@ -80,7 +79,7 @@ def fastest(
     return "hybrid", {"ulysses_size": ulysses}
 
 
-def sends_states(tokens: Sharding | TokenLayout, per_host: int, heads: int, token_bytes: int, state_bytes: int) -> bool:
+def sends_states(tokens: TokenLayout, per_host: int, heads: int, token_bytes: int, state_bytes: int) -> bool:
     """Whether a recurrence sends the states of runs, rather than all tokens of some heads. The same on every rank.
 
     States are computed in three passes over the tokens instead of one. They pay where ranks would have no heads, or
@@ -93,13 +92,11 @@ def sends_states(tokens: Sharding | TokenLayout, per_host: int, heads: int, toke
         token_bytes: of one token in the all-to-all to heads and back.
         state_bytes: of what one run of consecutive tokens does to the state.
     """
-    ranks, seq_len, layout = tokens.ranks, tokens.seq_len, tokens.layout
-    if heads >= ranks == per_host or layout == "striped":
+    if heads >= tokens.ranks == per_host:
         return False
-    return _runs(seq_len, ranks, layout) * state_bytes < seq_len * token_bytes // ranks
+    return tokens.runs * state_bytes < tokens.seq_len * token_bytes // tokens.ranks
 
 
-@lru_cache(maxsize=256)  # every call of a mixer needs it
-def _runs(seq_len: int, ranks: int, layout: Layout) -> int:
-    """How many runs of consecutive tokens all ranks hold together."""
-    return sum(len(shard_ranges(seq_len, ranks, rank, layout)) for rank in range(ranks))
+def sends_halo(tokens: TokenLayout, width: int) -> bool:
+    """Whether a convolution sends the ``width`` tokens before each run, rather than all tokens of some channels."""
+    return tokens.runs * width < tokens.seq_len

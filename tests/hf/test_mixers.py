@@ -8,7 +8,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -25,6 +24,7 @@ import seqpar
 import seqpar.hf
 from seqpar.hf import mixers
 from seqpar.hf.forward import _say_documents_are_apart
+from seqpar.placement.layout import LayoutName, TokenLayout
 from seqpar.strategies.auto import sends_states
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
@@ -189,9 +189,9 @@ def test_states_instead_of_heads(pool: Pool, model: str) -> None:
         (1 << 14, "contiguous", 1, 1, False),
     ],
 )
-def test_states_where_they_pay(seq_len: int, layout: str, ranks: int, per_host: int, states: bool) -> None:
+def test_states_where_they_pay(seq_len: int, layout: LayoutName, ranks: int, per_host: int, states: bool) -> None:
     """For a layer of Qwen3.5 with 32 heads, 12 KB a token each way and 4 MB a state."""
-    tokens: Any = SimpleNamespace(seq_len=seq_len, layout=layout, ranks=ranks)
+    tokens = TokenLayout(seq_len, layout, ranks)
     assert sends_states(tokens, per_host, 32, 25_000, 4 * 32 * 128 * 256) is states
 
 

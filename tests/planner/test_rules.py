@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 from seqpar.placement.balanced import balanced_layout
-from seqpar.placement.layout import Assigned, Layout
+from seqpar.placement.layout import LAYOUTS, Assigned, Grain, Layout, TokenLayout
 from seqpar.planner.layer import attention_seconds
 from seqpar.planner.mixes import document_mix
 from seqpar.planner.setting import Setting
@@ -114,29 +114,46 @@ LOCAL, GLOBAL = True, False
 
 
 @pytest.mark.parametrize(
-    ("mask", "heads", "kv_heads", "layout", "ranks", "per_host", "expected"),
+    ("mask", "heads", "kv_heads", "grain", "ranks", "per_host", "expected"),
     [
-        (GLOBAL, 32, 8, "zigzag", 1, 1, "ring"),
-        (GLOBAL, 32, 8, "zigzag", 2, 2, "ring"),
-        (GLOBAL, 32, 8, "zigzag", 8, 8, "ulysses"),
-        (GLOBAL, 32, 8, "contiguous", 2, 2, "ulysses"),  # a ring's last rank would have most of the work
-        (GLOBAL, 32, 8, "zigzag", 16, 8, "hybrid 8"),  # all-to-alls inside hosts
-        (GLOBAL, 32, 32, "zigzag", 16, 8, "ulysses"),
-        (GLOBAL, 32, 8, "contiguous", 16, 8, "ulysses"),
-        (GLOBAL, 4, 4, "zigzag", 8, 8, "hybrid 4"),  # more ranks would be idle
-        (GLOBAL, 6, 2, "zigzag", 4, 4, "hybrid 2"),  # four ranks would have 2, 2, 1 and 1 heads
-        (GLOBAL, 8, 8, "zigzag", 3, 3, "ring"),
-        (LOCAL, 32, 8, "contiguous", 8, 8, "ring"),
-        (LOCAL, 32, 8, "striped", 8, 8, "ulysses"),  # every rank needs keys of all ranks
-        (LOCAL, 32, 8, "zigzag", 8, 4, "ring"),
-        (LOCAL, 32, 8, "assigned", 2, 2, "ring"),
-        (LOCAL, 32, 8, "assigned", 8, 8, "ulysses"),
-        (LOCAL, 32, 32, "assigned", 16, 8, "hybrid 8"),
+        (GLOBAL, 32, 8, "two runs", 1, 1, "ring"),
+        (GLOBAL, 32, 8, "two runs", 2, 2, "ring"),
+        (GLOBAL, 32, 8, "two runs", 8, 8, "ulysses"),
+        (GLOBAL, 32, 8, "one run", 2, 2, "ulysses"),  # a ring's last rank would have most of the work
+        (GLOBAL, 32, 8, "two runs", 16, 8, "hybrid 8"),  # all-to-alls inside hosts
+        (GLOBAL, 32, 32, "two runs", 16, 8, "ulysses"),
+        (GLOBAL, 32, 8, "one run", 16, 8, "ulysses"),
+        (GLOBAL, 4, 4, "two runs", 8, 8, "hybrid 4"),  # more ranks would be idle
+        (GLOBAL, 6, 2, "two runs", 4, 4, "hybrid 2"),  # four ranks would have 2, 2, 1 and 1 heads
+        (GLOBAL, 8, 8, "two runs", 3, 3, "ring"),
+        (LOCAL, 32, 8, "one run", 8, 8, "ring"),
+        (LOCAL, 32, 8, "tiny runs", 8, 8, "ulysses"),  # every rank needs keys of all ranks
+        (LOCAL, 32, 8, "two runs", 8, 4, "ring"),
+        (LOCAL, 32, 8, "several runs", 2, 2, "ring"),
+        (LOCAL, 32, 8, "several runs", 8, 8, "ulysses"),
+        (LOCAL, 32, 32, "several runs", 16, 8, "hybrid 8"),
     ],
 )
-def test_the_rule(mask: bool, heads: int, kv_heads: int, layout: str, ranks: int, per_host: int, expected: str) -> None:
-    strategy, options = fastest(mask, heads, kv_heads, layout, ranks, per_host)
+def test_the_rule(
+    mask: bool, heads: int, kv_heads: int, grain: Grain, ranks: int, per_host: int, expected: str
+) -> None:
+    strategy, options = fastest(mask, heads, kv_heads, grain, ranks, per_host)
     assert " ".join(map(str, (strategy, *options.values()))) == expected
+
+
+def test_layouts_are_asked_for_their_runs() -> None:
+    """Blocks dealt to the ranks one after another are tiny or not by their length, whatever a layout is called."""
+    grains = [TokenLayout(4096, layout, 4).grain for layout in LAYOUTS]
+    assert grains == ["one run", "two runs", "tiny runs"]
+    for size, grain in (
+        (1, "tiny runs"),
+        (4, "tiny runs"),
+        (256, "several runs"),
+        (512, "two runs"),
+        (1024, "one run"),
+    ):
+        blocks = [[range(i, i + size) for i in range(rank * size, 4096, 4 * size)] for rank in range(4)]
+        assert TokenLayout(4096, Assigned(blocks), 4).grain == grain, size
 
 
 def test_local_masks() -> None:
@@ -176,7 +193,7 @@ def test_the_rule_is_near_the_best_that_the_planner_simulates(
             )
         )  # fmt: skip
 
-    strategy, options = fastest(mask.is_local, 32, kv_heads, layout, ranks, per_host)
+    strategy, options = fastest(mask.is_local, 32, kv_heads, TokenLayout(tokens, layout, ranks).grain, ranks, per_host)
     chosen = options.get("ulysses_size") or (ranks if strategy == "ulysses" else 1)
     sizes = {1, 2, per_host, ranks}
     best = min(seconds(1, gather=True), *map(seconds, sizes))
@@ -196,6 +213,6 @@ def test_the_rule_in_balanced_layouts(ranks: int, kv_heads: int) -> None:
         setting = Setting(attention_shape(32, kv_heads, 128), H100, mask, tokens, layout=layout)
         sizes = {u for u in (1, 4, 8, ranks) if u <= 32}
         seconds = {u: attention_seconds(replace(setting, ring=ranks // u, ulysses=u)) for u in sizes}
-        strategy, options = fastest(mask.is_local, 32, kv_heads, "assigned", ranks, 8)
+        strategy, options = fastest(mask.is_local, 32, kv_heads, TokenLayout(tokens, layout, ranks).grain, ranks, 8)
         chosen = options.get("ulysses_size") or (ranks if strategy == "ulysses" else 1)
         assert seconds[chosen] < 1.15 * min(seconds.values()) and chosen > 1, seconds
