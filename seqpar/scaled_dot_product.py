@@ -19,11 +19,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils.checkpoint import CheckpointFunction
 
 from .base.checks import check_dense, check_int, no_compile
-from .base.replaced import replaced_in
 from .decoding import KeyValueCache, check_cache
 from .functional import attention
 from .masks.mask import Mask
 from .masks.rules import CausalBlocks, PrefixLM
+from .patching.replaced import replaced_in
 from .sharding.sharding import Sharding
 
 if TYPE_CHECKING:

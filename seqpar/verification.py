@@ -27,9 +27,9 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
 from .base.checks import check_number
-from .base.replaced import replaced
 from .comm.collectives import run
 from .comm.trace import trace
+from .patching.replaced import replaced
 from .ranks.mesh import global_ranks, sequence_group, size_of
 from .ranks.rendezvous import group_timeout, store_all_gather
 from .sharding.same_rows import OtherRowsError

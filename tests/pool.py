@@ -37,8 +37,8 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
 
 import seqpar
-from seqpar.base.replaced import replaced
 from seqpar.comm.shared_memory import VARIABLE, _transports
+from seqpar.patching.replaced import replaced
 
 from .reference import MARGINS
 

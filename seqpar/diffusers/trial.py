@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.substitutes import is_quantized, linear, own_token, restored, substitute, tensors_of
+from ..patching.substitutes import is_quantized, linear, own_token, restored, substitute, tensors_of
 from .foreign import modules_of
 from .plans import Across, Plan
 

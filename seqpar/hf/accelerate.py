@@ -53,8 +53,8 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer
 
 from ..base.checks import check_choice, check_int
-from ..base.replaced import replaced
 from ..memory import Memory
+from ..patching.replaced import replaced
 from ..ranks.mesh import set_timeouts
 from .data import split_of
 from .patch import Arguments, apply

@@ -25,8 +25,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..base.replaced import replaced
 from ..masks.mask import Mask
+from ..patching.replaced import replaced
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
 from ..strategies.attend import attend

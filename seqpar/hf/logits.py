@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..base.replaced import replaced
 from ..memory.weights import Weights
+from ..patching.replaced import replaced
 from .batch import IGNORE_INDEX
 from .state import patch_of
 from .support import pools_last_token, predicts_in_place

@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
 from ..base.checks import no_compile
-from ..base.replaced import replaced_in
 from ..comm.collectives import all_gather, run, sum_shards
 from ..layers.loss import AllReduceSum
+from ..patching.replaced import replaced_in
 from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, summed_cross_entropy

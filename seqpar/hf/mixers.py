@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base.checks import no_compile
-from ..base.replaced import replaced, replaced_in
 from ..masks.mask import Mask
 from ..mixers import by_heads, by_states, halo
+from ..patching.replaced import replaced, replaced_in
 from ..sharding.sharding import Sharding
 from ..strategies.auto import sends_halo, sends_states
 from .batch import BatchShard

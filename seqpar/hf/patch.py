@@ -186,7 +186,6 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
         _register_hooks(root, patch)
         verify_while_training(root, patch)
     if settings.memory is not None:
-        patch.undo.callback(restore_memory, model)
         try:
             settings.memory.apply(model, [layer for text in texts for layer in layers_of(text)])
         except ValueError:
@@ -201,11 +200,14 @@ def restore(model: Model) -> Model:
     Values that were set in the model's config after ``parallelize`` are kept.
 
     Raises:
-        ValueError: the model is not parallelized, or it is a copy of a parallelized model.
+        ValueError: the model is not parallelized, or it is a copy of a parallelized model; or something has replaced a
+            forward that ``memory`` has replaced.
     """
     patch = patch_of(model)
     if not any(m is module for m in model.modules() for module in patch.modules):
         raise ValueError("model: this is a copy of a parallelized model; restore the original before copying it")
+    if patch.settings.memory is not None:
+        restore_memory(model)  # first, because it may refuse
     patch.undo.close()
     return model
 

@@ -24,9 +24,9 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ..base.checks import no_compile
-from ..base.replaced import replaced
 from ..comm.collectives import all_gather, start_all_to_all
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
+from ..patching.replaced import replaced
 from .batch import BOUNDARY_NAMES, tokens_of
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, has_streams, merges, shard_call
 from .key_values import disable_latent_kv, enable_latent_kv, has_latent_kv

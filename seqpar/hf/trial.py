@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from ..base.replaced import replaced
-from ..base.substitutes import own_token, tensors_of
+from ..patching.replaced import replaced
+from ..patching.substitutes import own_token, tensors_of
 from .cheap import TokenwiseFunctions, configs, run_one_of_each_kind, substitutes
 from .indexer_trial import check_indices, choose_own_tokens
 from .key_values import expand, has_latent_kv

@@ -11,9 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..base.checks import no_compile
+from ..patching.forwards import replace_forward
 from ..strategies.attend import only_heads
 from .layers import contexts_of_part
-from .weights import CACHE_ARGUMENTS, Forward, Weights, replace_forward
+from .weights import CACHE_ARGUMENTS, OWNER, Forward, Weights
 from .zero import is_partitioned
 
 # By the names of an attention layer's parameters: the dimension that has heads, or None.
@@ -88,7 +89,7 @@ def group_heads(module: nn.Module, groups: int) -> None:
             raise ValueError(f"head_groups: {type(self).__name__} returns more than its output; leave head_groups out")
         return (total.to(y.dtype), *others) if others else total.to(y.dtype)
 
-    replace_forward(module, run)
+    replace_forward(module, OWNER, run)
 
 
 def _check(module: nn.Module, groups: int) -> dict[str, int | None]:

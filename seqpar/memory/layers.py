@@ -15,9 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from ..patching.forwards import replace_forward
 from ..strategies.checkpointing import keep_attention
 from .offload import Kept, copies_to_host
-from .weights import CACHE_ARGUMENTS, Forward, replace_forward
+from .weights import CACHE_ARGUMENTS, OWNER, Forward
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -63,7 +64,7 @@ def checkpoint_layer(module: nn.Module, attention: bool, offload: bool, chain: C
             options = {"context_fn": partial(_contexts, Results(Kept()), attention)}
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    replace_forward(module, run)
+    replace_forward(module, OWNER, run)
 
 
 @_disable_dynamo(recursive=False)  # the layer's own code is compiled

@@ -9,10 +9,11 @@ from typing import Literal, TypeVar, get_args
 from torch import nn
 
 from ..base.checks import check_bool, check_choice, check_int, check_module
+from ..patching.forwards import is_replaced, refuse_replaced, restore_forward
 from .head_groups import group_heads
 from .layers import Chain, checkpoint_layer
 from .tiles import tile_mlp
-from .weights import is_replaced, restore_forward
+from .weights import OWNER
 
 Checkpoint = Literal["none", "attention", "full"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -90,7 +91,7 @@ class Memory:
         """
         check_module("model", model)
         inside = set(model.modules())
-        if any(is_replaced(m) for m in inside):
+        if any(is_replaced(m, OWNER) for m in inside):
             raise ValueError("model: its memory is managed already; call seqpar.memory.restore(model) first")
         layers = None if layers is None else list(layers)
 
@@ -129,9 +130,16 @@ class Memory:
 
 
 def restore(model: Model) -> Model:
-    """Undo ``Memory.apply``, in place."""
-    for module in model.modules():
-        restore_forward(module)
+    """Undo ``Memory.apply``, in place.
+
+    Raises:
+        ValueError: something has replaced the forward of a changed module since.
+    """
+    changed = [module for module in model.modules() if is_replaced(module, OWNER)]
+    for module in changed:
+        refuse_replaced(module)
+    for module in changed:
+        restore_forward(module, OWNER)
     return model
 
 

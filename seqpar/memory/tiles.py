@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
-from .weights import Forward, Weights, replace_forward
+from ..patching.forwards import replace_forward
+from .weights import OWNER, Forward, Weights
 
 
 def tile_mlp(module: nn.Module, tokens: int = 32_768) -> None:
@@ -43,7 +44,7 @@ def tile_mlp(module: nn.Module, tokens: int = 32_768) -> None:
             return torch.cat(tiles, dim=-2).view(*x.shape[:-1], -1)
         return tuple(_join(parts, x) for parts in zip(*tiles, strict=True))
 
-    replace_forward(module, run)
+    replace_forward(module, OWNER, run)
 
 
 def _join(tiles: tuple[Any, ...], x: Tensor) -> Any:

@@ -9,8 +9,6 @@ one gradient, after the last call. DDP and FSDP therefore reduce it once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -20,49 +18,14 @@ from torch.func import functional_call
 
 from .zero import is_partitioned
 
-_BEFORE = "_seqpar_forward"  # the name under which a module keeps a forward that its instance had before
+OWNER = "seqpar.memory"  # of the forwards that it replaces
 
 # The argument that holds the key/value cache: of transformers 5.24 and later, and of earlier versions.
 CACHE_ARGUMENTS = ("cache", "past_key_values")
-# A module, its original forward, and the arguments of the call.
+# The original forward of a module.
 Forward = Callable[..., Any]
 # By a weight's name and values: the part of the weight that a call uses.
 Cut = Callable[[str, Tensor], Tensor]
-
-
-def replace_forward(module: nn.Module, run: Forward) -> None:
-    """Make ``module.forward(...)`` call ``run(module, forward, ...)``. ``forward`` is the original one.
-
-    The module's hooks, parameters and names do not change. A copy of the module is replaced in the same way. If the
-    forward is replaced already, ``run`` goes around the earlier ``run``.
-    """
-    if is_replaced(module):
-        inner, outer = vars(vars(module)["forward"].__func__)["_seqpar_run"], run
-        restore_forward(module)
-
-        def run(self: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-            return outer(self, partial(inner, self, forward), *args, **kwargs)
-
-    @wraps(module.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return run(self, getattr(self, _BEFORE, None) or partial(type(self).forward, self), *args, **kwargs)
-
-    if "forward" in vars(module):
-        vars(module)[_BEFORE] = vars(module)["forward"]
-    vars(forward)["_seqpar_run"] = run
-    vars(module)["forward"] = MethodType(forward, module)  # a bound method is deep-copied together with the module
-
-
-def restore_forward(module: nn.Module) -> None:
-    """Undo ``replace_forward``."""
-    if is_replaced(module):
-        del vars(module)["forward"]
-        if _BEFORE in vars(module):
-            vars(module)["forward"] = vars(module).pop(_BEFORE)
-
-
-def is_replaced(module: nn.Module) -> bool:
-    return hasattr(vars(module).get("forward"), "_seqpar_run")
 
 
 class _Sum(torch.autograd.Function):

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # From the lowest floor up; docs/architecture.md describes them.
 FLOORS = (
-    ("base", "ranks", "masks", "triton_kernels"),
+    ("base", "patching", "ranks", "masks", "triton_kernels"),
     ("schedule", "comm", "kernels", "placement"),
     ("strategies", "sharding"),
     ("functional", "scaled_dot_product", "decoding", "verification"),

@@ -349,7 +349,7 @@ def test_everything_that_is_kept_is_listed() -> None:
 # what a running call uses. A new line belongs to one of the two: fill it in ``CASES`` if it keeps tensors.
 KEPT: dict[str, str] = {
     "base.cache": "ByteCache.__init__ _tensors _without_owner",
-    "base.replaced": "_shared",
+    "patching.replaced": "_shared",
     "comm.handshake": "_side_stream",
     "comm.nccl": "_warn_of_problems",
     "comm.shared_memory": "_File.segments _Block SharedMemoryTransport._blocks SharedMemoryTransport._of_size",

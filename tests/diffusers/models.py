@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqpar.base.replaced import replaced
+from seqpar.patching.replaced import replaced
 
 BATCH = 2
 

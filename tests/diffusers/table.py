@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, init_device_mesh
 
-from seqpar.base.replaced import replaced
 from seqpar.diffusers.plans import PLANS, REFUSED
+from seqpar.patching.replaced import replaced
 
 from ..pool import Pool, on_ranks
 from .models import MASKED, MODELS, Case, class_of, installed, make, without_casts

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from seqpar.memory import Memory
+from seqpar.memory import Memory, restore
 from seqpar.memory.tiles import tile_mlp
-from seqpar.memory.weights import restore_forward
 
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
@@ -58,7 +57,7 @@ def test_outputs_and_gradients(module: str, shape: tuple[int, ...]) -> None:
     with torch.no_grad():
         assert_close(tiled(x), whole(x))
     assert len(calls) == 1 and tiled.state_dict().keys() == whole.state_dict().keys()
-    restore_forward(tiled)
+    restore(tiled)
     assert "forward" not in vars(tiled)
 
 

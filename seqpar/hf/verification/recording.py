@@ -23,9 +23,9 @@ from transformers.masking_utils import (
     packed_sequence_mask_function,
 )
 
-from ...base.replaced import replaced
 from ...comm.communicator import existing_communicators
 from ...layers.gradients import is_flattened
+from ...patching.replaced import replaced
 from ...ranks.rendezvous import group_timeout
 from ...verification import StepResult, unchanged
 from ..attention import scale_of

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ...base.checks import check_number
-from ...base.replaced import replaced
 from ...comm.handshake import all_gather_header
 from ...layers.gradients import Ignored, held_apart, shard_groups, sync_gradients
+from ...patching.replaced import replaced
 from ...ranks.mesh import global_ranks
 from ...verification import (
     Difference,

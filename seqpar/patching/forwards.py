@@ -1,0 +1,149 @@
+"""Replaces the ``forward`` of modules, or another method that ``nn.Module`` looks up in the instance."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+# A module, its method without the run, and the arguments of the call.
+Run = Callable[..., Any]
+
+
+def replace_forward(module: nn.Module, owner: str, run: Run, name: str = "forward") -> Callable[[], None]:
+    """Make ``module.forward(...)`` call ``run(module, forward, ...)``. ``forward`` is what it was before.
+
+    The module's hooks, parameters and names do not change. A copy of the module is replaced in the same way. If the
+    forward is replaced already, ``run`` goes around the earlier ``run``.
+
+    Accelerate and diffusers put their hooks around a forward, and put the forward that they found back to remove them.
+    ``run`` is therefore put inside of the hooks that are there already.
+
+    Args:
+        module: the module.
+        owner: who replaces it, such as "seqpar.memory". ``restore_forward`` takes away what one owner has set.
+        run: what the module computes.
+        name: another method to replace, such as ``_call_impl``, which runs the hooks and the forward.
+
+    Returns:
+        ``restore_forward`` of this module, owner and method.
+    """
+    refuse_replaced(module, name)
+    place, key = next(_our_slots(module, name), None) or _inner_slot(module, name)
+    _set(module, name, place, key, (*_runs(place.get(key)), (owner, run)))
+    return partial(restore_forward, module, owner, name)
+
+
+def restore_forward(module: nn.Module, owner: str, name: str = "forward") -> None:
+    """Take away what ``owner`` has set by ``replace_forward``, if it has. What other owners have set stays.
+
+    Raises:
+        ValueError: something has replaced the forward since.
+    """
+    if not is_replaced(module, owner, name):
+        return
+    refuse_replaced(module, name)
+    place, key = next(_our_slots(module, name))
+    _set(module, name, place, key, tuple(run for run in _runs(place[key]) if run[0] != owner))
+
+
+def is_replaced(module: nn.Module, owner: str, name: str = "forward") -> bool:
+    """Whether ``owner`` has replaced the forward and not restored it."""
+    return owner in vars(module).get(_kept(name), (None, ()))[1]
+
+
+def refuse_replaced(module: nn.Module, name: str = "forward") -> None:
+    """Raise if something has replaced the forward since ``replace_forward``."""
+    if by := replaced_by(module, name):
+        owners = " and ".join(dict.fromkeys(vars(module)[_kept(name)][1]))
+        raise ValueError(
+            f"model: the {name} of {type(module).__name__} that {owners} has set was replaced by {by}; undo that first"
+        )
+
+
+def replaced_by(module: nn.Module, name: str = "forward") -> str | None:
+    """What has replaced the forward since ``replace_forward``; None if nothing has."""
+    if _kept(name) not in vars(module) or any(_our_slots(module, name)):
+        return None
+    return name_of(function_of(getattr(module, name)))
+
+
+def function_of(forward: Any) -> Any:
+    """The function of a method, without the hooks, decorators and casts around it that say what they are around."""
+    outer = None
+    while forward is not outer:
+        outer = inspect.unwrap(forward)
+        forward = outer.func if isinstance(outer, partial) else getattr(outer, "__func__", outer)
+    return forward
+
+
+def name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+
+
+def _kept(name: str) -> str:
+    """The attribute of a module that holds the method of the instance before, or None, and the owners of the runs."""
+    return f"_seqpar_{name.strip('_')}"
+
+
+def _set(module: nn.Module, name: str, place: dict[str, Any], key: str, runs: tuple[tuple[str, Run], ...]) -> None:
+    """Put a method with these runs, the last one outermost, where ours is or the one before; without runs, that one."""
+    kept = _kept(name)
+    before = vars(module)[kept][0] if kept in vars(module) else place.get(key)
+    if runs:
+        # A copy of the module copies the attribute, and so calls the method of the copy. It copies a bound method too.
+        vars(module)[kept] = before, tuple(owner for owner, _ in runs)
+        function = getattr(type(module), name) if before is None else getattr(before, "__func__", before)
+        place[key] = MethodType(_method(kept, name, function, runs), module)
+        return
+    del vars(module)[kept]
+    if before is not None or place is not vars(module) or key != name:  # a hook holds the forward that it is around
+        place[key] = MethodType(getattr(type(module), name), module) if before is None else before
+    else:
+        del place[key]
+
+
+def _method(kept: str, name: str, function: Any, runs: tuple[tuple[str, Run], ...]) -> Any:
+    *inner, (_, outer) = runs
+
+    @wraps(function, updated=())
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The class is asked in each call, because other packages replace the methods of classes.
+        call = getattr(self, kept)[0] or partial(getattr(type(self), name), self)
+        for _, run in inner:
+            call = partial(run, self, call)
+        return outer(self, call, *args, **kwargs)
+
+    vars(method)["_seqpar_runs"] = method, runs  # with the function itself, because decorators copy attributes
+    return method
+
+
+def _runs(method: Any) -> tuple[tuple[str, Run], ...]:
+    """The runs of a method that ``replace_forward`` has set; of any other one, none."""
+    function = getattr(method, "__func__", None)
+    of, runs = getattr(function, "_seqpar_runs", (None, ()))
+    return runs if of is function else ()
+
+
+def _slots(module: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the method of a module may be, in hooks and in the module: dicts and keys."""
+    own = vars(module)
+    if name == "forward":
+        yield own, "_old_forward"  # accelerate's
+        for hook in getattr(own.get("_diffusers_hook"), "_fn_refs", ()):
+            yield vars(hook), "forward" if hook.original_forward is None else "original_forward"
+    yield own, name
+
+
+def _our_slots(module: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
+    return (slot for slot in _slots(module, name) if _runs(slot[0].get(slot[1])))
+
+
+def _inner_slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where the method is that all hooks are around; a hook is a ``partial``."""
+    *hooks, own = _slots(module, name)
+    return next((slot for slot in hooks if not isinstance(slot[0].get(slot[1]), partial | None)), own)
