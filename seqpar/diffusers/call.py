@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..masks.mask import Mask
+from ..patching.forwards import replaced_by
 from ..scaled_dot_product import SdpaCall, SdpaMode, sdpa
 from ..sharding.sharding import Sharding
-from .foreign import checkpoint_functions, matching, modules_of, replaced_by, skips_scores
+from .foreign import checkpoint_functions, matching, modules_of, skips_scores
 from .plans import Across, Cut, Plan
 from .trial import FewTokens, Trial, attend_to_own_token
 

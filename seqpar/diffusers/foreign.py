@@ -1,12 +1,9 @@
-"""What other packages put on a model: wrappers, replaced forwards, and the hooks of accelerate and diffusers."""
+"""What other packages put on a model: wrappers, and the hooks of diffusers."""
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Iterator
-from functools import partial
-from types import MethodType
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -48,77 +45,6 @@ def models_in(model: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in model.children():
             yield from models_in(child)
-
-
-def function_of(forward: Any) -> Any:
-    """The function of a method, without the hooks, decorators and casts around it that say what they are around."""
-    outer = None
-    while forward is not outer:
-        outer = inspect.unwrap(forward)
-        forward = outer.func if isinstance(outer, partial) else getattr(outer, "__func__", outer)
-    return forward
-
-
-def name_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
-
-
-class Wrapped:
-    """A module whose forward is ``run(module, forward, *args, **kwargs)``, of which ``forward`` is the one before.
-
-    Accelerate and diffusers put their hooks around a forward, and put the forward that they found back to remove them.
-    ``run`` is therefore put inside of the hooks that are there already.
-    """
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        place, key = _inner_slot(module)
-        self.module, self._before = module, place.get(key)
-        # A copy of the module calls the forward of the copy, in which the attribute below is copied too.
-        name = f"_seqpar_{key}"
-        if self._before is not None:
-            vars(module)[name] = self._before
-
-        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return run(self, vars(self).get(name) or partial(type(self).forward, self), *args, **kwargs)
-
-        vars(wrapped)["_seqpar_name"] = name
-        self.forward = place[key] = MethodType(wrapped, module)
-
-    def undo(self) -> None:
-        place, key = next(slot for slot in _slots(self.module) if _is_ours(slot[0].get(slot[1])))
-        vars(self.module).pop(self.forward.__func__._seqpar_name, None)  # type: ignore[attr-defined]
-        if self._before is not None:
-            place[key] = self._before
-        elif key == "forward" and place is vars(self.module):
-            del place[key]
-        else:
-            place[key] = MethodType(type(self.module).forward, self.module)
-
-
-def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the forward of a module may be, in hooks and in the module: dicts and keys."""
-    own = vars(module)
-    yield own, "_old_forward"  # accelerate's
-    for hook in getattr(own.get("_diffusers_hook"), "_fn_refs", ()):
-        yield vars(hook), "forward" if hook.original_forward is None else "original_forward"
-    yield own, "forward"
-
-
-def _inner_slot(module: nn.Module) -> tuple[dict[str, Any], str]:
-    """Where the forward is that all hooks are around; a hook is a ``partial``."""
-    *hooks, own = _slots(module)
-    return next((slot for slot in hooks if not isinstance(slot[0].get(slot[1]), partial | None)), own)
-
-
-def _is_ours(forward: Any) -> bool:
-    return hasattr(getattr(forward, "__func__", None), "_seqpar_name")
-
-
-def replaced_by(module: nn.Module) -> str | None:
-    """What has replaced the forward of a ``Wrapped`` module since; None if nothing has."""
-    if any(_is_ours(place.get(key)) for place, key in _slots(module)):
-        return None
-    return name_of(function_of(module.forward))
 
 
 def checkpoint_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:

@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..base.checks import no_compile
 from ..comm.collectives import all_reduce
 from ..layers.gradients import refuse_shards
+from ..patching.forwards import replace_forward
 from ..placement.strategies import StrategyName
 from ..ranks.mesh import size_of
 from ..sharding.same_rows import compare, compares_now
 from ..sharding.sharding import Sharding
 from ..sharding.spec import attention_spec
 from .call import Call, CallMode, Calls, TrialCall
-from .foreign import Wrapped, check_hooks, matching, models_in, modules_of
+from .foreign import check_hooks, matching, models_in, modules_of
 from .plans import Across, Plan, has_plan, plan_of
 from .trial import Trial
 
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..kernels import BackendName
-    from ..placement.strategies import StrategyOptions
+    from ..patching.forwards import replace_forward
+from ..placement.strategies import StrategyOptions
 
 Model = TypeVar("Model")
 _OWN = "_seqpar_diffusers"
@@ -281,7 +283,7 @@ class Patch:
         delattr(self.model, _OWN)
 
     def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._undo.callback(Wrapped(module, forward).undo)
+        self._undo.callback(replace_forward(module, "seqpar.diffusers", forward))
 
     @no_compile
     def _forward(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .foreign import function_of, name_of
+from ..patching.forwards import function_of, name_of
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,9 @@ The hooks of the forward store a ``Forward``, which the other hooks read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from functools import cache
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -24,11 +23,12 @@ from ..base.checks import no_compile
 from ..layers.gradients import refuse_shards
 from ..masks.rules import Documents
 from ..memory.zero import is_hook_of_zero_3
+from ..patching.forwards import replace_forward, replaced_by, restore_forward
 from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
 from .generate import shard_generation
-from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, call_module, label_log_probs
+from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
 from .loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
-from .state import NAME, Forward, Patch, current_forward, pop_forward, push_forward
+from .state import NAME, OWNER, Forward, Patch, current_forward, pop_forward, push_forward
 from .support import (
     cache_of,
     check_adapters,
@@ -51,18 +51,17 @@ def wrap_forward(model: nn.Module) -> None:
 
     A forward that was replaced before, by another package, is left as it is.
     """
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self(*args, **kwargs) if _is_direct_call(self) else type(self).forward(self, *args, **kwargs)
-
     if "forward" not in vars(model):
-        vars(forward)["__wrapped__"] = type(model).forward  # which inspect.signature and inspect.unwrap find
-        vars(model)["forward"] = MethodType(forward, model)  # a bound method is deep-copied together with the model
+        replace_forward(model, OWNER, _run_hooks)
 
 
 def unwrap_forward(model: nn.Module) -> None:
-    if getattr(vars(model).get("forward"), "__module__", None) == __name__:
-        del vars(model)["forward"]
+    if replaced_by(model) is None:  # otherwise it stays inside of another package's, where it does nothing
+        restore_forward(model, OWNER)
+
+
+def _run_hooks(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs) if _is_direct_call(model) else forward(*args, **kwargs)
 
 
 @no_compile
@@ -303,13 +302,11 @@ def watch_head(model: nn.Module, patch: Patch) -> None:
     """Let ``call_head`` answer the calls of the output embedding, which may be another module than in the last call."""
     head: Any = cast(Any, model).get_output_embeddings()
     if isinstance(head, nn.Module) and "_call_impl" not in vars(head):
-        # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
-        vars(head)["_call_impl"] = MethodType(call_head, head)
-        patch.undo.callback(vars(head).pop, "_call_impl", None)
+        patch.undo.callback(replace_forward(head, OWNER, call_head, "_call_impl"))
 
 
 @no_compile
-def call_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def call_head(head: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call the output embedding with its input ``[..., seq, hidden]``.
 
     If the caller asked for the logits of some tokens, it gets these tokens. In a call with labels, the result is a
@@ -318,15 +315,15 @@ def call_head(head: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     forward = current_forward()
     if forward is None or head is not cast(Any, forward.model).get_output_embeddings() or len(args) != 1 or kwargs:
-        return call_module(head, *args, **kwargs)
+        return call(*args, **kwargs)
     hidden: Tensor = args[0]
     if forward.full_call is not None and (keep := forward.full_call.keep) is not None:
         hidden = hidden.index_select(-2, keep.to(hidden.device))
     elif forward.wants_loss:
         hooked = _has_any_global_hook() or any(not _gathers(*hook) for hook in _hooks_of(head))
         vocabulary: int = cast(Any, forward.model).config.get_text_config().vocab_size
-        return LazyLogits(head, hidden, vocabulary, full=call_module(head, hidden) if hooked else None)
-    return call_module(head, hidden)
+        return LazyLogits(head, hidden, vocabulary, full=call(hidden) if hooked else None)
+    return call(hidden)
 
 
 def _hooks_of(head: nn.Module) -> Iterator[tuple[bool, Any]]:

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import unwrap
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -37,12 +36,13 @@ from ..comm.collectives import sum_shards
 from ..comm.waiting import operation
 from ..masks.mask import LayerMask, Mask, layer_mask
 from ..memory.weights import CACHE_ARGUMENTS
+from ..patching.forwards import replace_forward
 from ..placement.layout import TokenLayout
 from ..sharding.sharding import Sharding
 from ..sharding.shards import local_shard
 from .batch import BatchShard
 from .key_values import has_expansion, plain_weight
-from .state import Patch
+from .state import OWNER, Patch
 
 _ELEMENTS = 1 << 25  # of the largest tensor that is computed at a time
 MaskOf = Callable[[nn.Module, BatchShard], Mask]  # the mask of a layer
@@ -118,10 +118,8 @@ def replace_indexers(layers: list[nn.Module], patch: Patch, mask_of: MaskOf) -> 
         name = f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__})"
         indexer = cast(nn.Module, layer.indexer)
         if "forward" in vars(indexer):
-            patch.undo.close()
             raise ValueError(f"{name}: the forward of its indexer was replaced; parallelize the model before that")
-        vars(indexer)["forward"] = MethodType(_choose, indexer)  # bound, because then a deep copy is too
-        patch.undo.callback(vars(indexer).pop, "forward")
+        patch.undo.callback(replace_forward(indexer, OWNER, _choose))
         patch.undo.callback(layer.register_forward_pre_hook(_before(patch, mask_of), with_kwargs=True).remove)
         patch.has_indexers = True
 
@@ -144,13 +142,13 @@ indexer_runs = ContextVar("indexer_runs", default=False)
 
 
 @no_compile
-def _choose(indexer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _choose(indexer: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """The forward of an indexer: int32 ``[b, s, k]``, indices of the full sequence, and -1 in rows with fewer keys."""
     runs = indexer_runs.set(True)
     try:
         given = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, IndexedMask)), None)
         if given is None:
-            return type(indexer).forward(indexer, *args, **kwargs)  # type: ignore[no-any-return]
+            return forward(*args, **kwargs)
         assert given.shard is not None and given.shard.sharding is not None and given.mask is not None
         with torch.no_grad():
             return _choose_globally(indexer, (args, kwargs), given.shard.mask, given.mask, given.shard.sharding)

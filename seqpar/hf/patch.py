@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from ..layers.loss import Gradients
 from ..memory import Memory
 from ..memory import restore as restore_memory
 from ..memory.switches import layers_of
+from ..patching.forwards import replace_forward
 from ..placement.strategies import StrategyName, StrategyOptions, resolve
 from ..ranks.mesh import all_ranks_group, size_of
 from . import forward
@@ -42,7 +42,7 @@ from .key_values import disable_latent_kv, enable_latent_kv
 from .loss import replace_loss_function, replace_router_loss, restore_loss_function
 from .mixers import replace_mixers
 from .per_rank import call
-from .state import NAME, Batches, Outputs, Patch, Settings, patch_of
+from .state import NAME, OWNER, Batches, Outputs, Patch, Settings, patch_of
 from .support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
 from .trial import Trial
 from .verification.monitoring import verify_while_training
@@ -168,29 +168,27 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
             scale_of(settings, scaling, f"layer {name!r}")
     texts = [text_model(root) for root in roots]
     patch.implementation = masks_like(roots[0])
-    _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
-    for module in (*roots, *layers):
-        module._seqpar = patch
-        patch.undo.callback(delattr, module, "_seqpar")
-        patch.modules.append(module)
-    for layer in layers:
-        enable_latent_kv(layer)
-        patch.undo.callback(disable_latent_kv, layer)
-    replace_indexers([*layers], patch, lambda layer, shard: full_mask_in_layer(layer, shard, patch))
-    for root, trial in trials.items():
-        root._seqpar_loss = trial.loss
-        patch.undo.callback(delattr, root, "_seqpar_loss")
-        for module in (m for m in root.modules() if hasattr(m, "layerdrop")):
-            patch.undo.callback(module.register_forward_pre_hook(check_layerdrop).remove)
-        replace_mixers(root, trial.mixers, patch)
-        _register_hooks(root, patch)
-        verify_while_training(root, patch)
-    if settings.memory is not None:
-        try:
+    with patch.undo as undo:
+        _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
+        for module in (*roots, *layers):
+            module._seqpar = patch
+            patch.undo.callback(delattr, module, "_seqpar")
+            patch.modules.append(module)
+        for layer in layers:
+            enable_latent_kv(layer)
+            patch.undo.callback(disable_latent_kv, layer)
+        replace_indexers([*layers], patch, lambda layer, shard: full_mask_in_layer(layer, shard, patch))
+        for root, trial in trials.items():
+            root._seqpar_loss = trial.loss
+            patch.undo.callback(delattr, root, "_seqpar_loss")
+            for module in (m for m in root.modules() if hasattr(m, "layerdrop")):
+                patch.undo.callback(module.register_forward_pre_hook(check_layerdrop).remove)
+            replace_mixers(root, trial.mixers, patch)
+            _register_hooks(root, patch)
+            verify_while_training(root, patch)
+        if settings.memory is not None:
             settings.memory.apply(model, [layer for text in texts for layer in layers_of(text)])
-        except ValueError:
-            patch.undo.close()
-            raise
+        patch.undo = undo.pop_all()  # no error: keep it
     return model
 
 
@@ -289,7 +287,5 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
         after(root.score, forward.after_score)
     # One rank generates alone if its states are of kinds that a sharded prompt does not keep.
     if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.has_mixers or patch.has_indexers:
-        # ``nn.Module.__call__`` looks up in the instance the method that runs the hooks and the forward.
-        vars(root)["_call_impl"] = MethodType(call, root)
-        patch.undo.callback(vars(root).pop, "_call_impl", None)
+        patch.undo.callback(replace_forward(root, OWNER, call, "_call_impl"))
     forward.watch_head(root, patch)

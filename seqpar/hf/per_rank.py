@@ -14,7 +14,7 @@ Shapes: batch rows of seq tokens (the full sequence), seq_local of them on this 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ _PLAIN = (bool, int, float, str)
 
 
 @no_compile
-def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+def call(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the model on the batches of all ranks, and return the output of this rank's batch.
 
     All ranks of the sequence call the model with their own batches. ``batch`` and ``seq`` may differ between the ranks.
@@ -48,9 +48,8 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
     are as with ``batches="shared"``.
     """
     patch: Patch = model._seqpar
-    original_call = type(model)._call_impl
     if patch.settings.batches == "shared" and patch.ranks > 1:  # in ``verify``
-        return original_call(model, *args, **kwargs)
+        return original(*args, **kwargs)
     kwargs = {**dict(zip(parameters_of(model), args, strict=False)), **kwargs}
     if generates(kwargs) and kwargs.get("labels") is None:
         if (patch.settings.softmax_scale, patch.settings.alibi_slopes) != (None, None):
@@ -59,10 +58,10 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
                 "them out, or pass use_cache=False"
             )
         with on_this_rank(patch):
-            return original_call(model, **kwargs)
+            return original(**kwargs)
     group = patch.group
     if group is None or patch.ranks == 1:
-        return original_call(model, **kwargs)
+        return original(**kwargs)
     recomputes = torch.is_grad_enabled()
     outputs, full_calls = [], []
     for rank, (batch, seed) in enumerate(_all_gather_batches(model, kwargs, group)):
@@ -74,9 +73,9 @@ def call(model: Any, *args: Any, **kwargs: Any) -> Any:
             # With early stopping, a rank could end its recomputation before it has sent and received all messages of
             # the forward, and other ranks would wait for it.
             with set_checkpoint_early_stop(False):
-                outputs.append(checkpoint(original_call, model, use_reentrant=False, **local))
+                outputs.append(checkpoint(original, use_reentrant=False, **local))
         else:
-            outputs.append(original_call(model, **local))
+            outputs.append(original(**local))
         full_calls.append(full_call)
     return _exchange_outputs(outputs, full_calls, model)
 

@@ -29,6 +29,7 @@ from ..sharding.sharding import Sharding
 from .batch import BatchLayout, BatchShard, Cut
 
 NAME = "seqpar"  # the name of the attention function in a model's config
+OWNER = "seqpar.hf"  # of the methods that are replaced
 Outputs = Literal["auto", "full", "local"]
 Batches = Literal["shared", "per_rank"]
 

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..memory.weights import CACHE_ARGUMENTS
+from ..patching.forwards import runs_of
 from .indexer_trial import UnsupportedIndexerError
 from .indexers import has_indexer
 from .mixers import of_mixer_files
@@ -291,10 +292,9 @@ def _is_of_transformers(model: nn.Module) -> bool:
 
 
 def _forward_of(model: nn.Module) -> Any:
-    """The forward that ``model`` has now; ``wrap_forward`` looks it up in the class at each call."""
+    """The forward that ``model`` has now; one that ``wrap_forward`` has replaced is the class's at each call."""
     forward = vars(model).get("forward")
-    ours = forward is None or getattr(forward, "__module__", "").startswith("seqpar.hf.")
-    return type(model).forward if ours else forward
+    return type(model).forward if forward is None or runs_of(forward) else forward
 
 
 def default_loss(model: nn.Module) -> Callable[..., Any]:

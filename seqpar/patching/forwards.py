@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from types import MethodType
@@ -34,7 +33,7 @@ def replace_forward(module: nn.Module, owner: str, run: Run, name: str = "forwar
     """
     refuse_replaced(module, name)
     place, key = next(_our_slots(module, name), None) or _inner_slot(module, name)
-    _set(module, name, place, key, (*_runs(place.get(key)), (owner, run)))
+    _set(module, name, place, key, (*runs_of(place.get(key)), (owner, run)))
     return partial(restore_forward, module, owner, name)
 
 
@@ -48,7 +47,7 @@ def restore_forward(module: nn.Module, owner: str, name: str = "forward") -> Non
         return
     refuse_replaced(module, name)
     place, key = next(_our_slots(module, name))
-    _set(module, name, place, key, tuple(run for run in _runs(place[key]) if run[0] != owner))
+    _set(module, name, place, key, tuple(run for run in runs_of(place[key]) if run[0] != owner))
 
 
 def is_replaced(module: nn.Module, owner: str, name: str = "forward") -> bool:
@@ -69,16 +68,30 @@ def replaced_by(module: nn.Module, name: str = "forward") -> str | None:
     """What has replaced the forward since ``replace_forward``; None if nothing has."""
     if _kept(name) not in vars(module) or any(_our_slots(module, name)):
         return None
-    return name_of(function_of(getattr(module, name)))
+    outer, inner = None, getattr(module, name)
+    while inner is not None and not runs_of(inner):
+        outer, inner = inner, _inside(inner)
+    if inner is None:
+        return name_of(outer)
+    # A decorator around ours has its name. The code tells its own.
+    function: Any = outer.func if isinstance(outer, partial) else getattr(outer, "__func__", outer)
+    code = function.__code__
+    return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
 
 
 def function_of(forward: Any) -> Any:
     """The function of a method, without the hooks, decorators and casts around it that say what they are around."""
-    outer = None
-    while forward is not outer:
-        outer = inspect.unwrap(forward)
-        forward = outer.func if isinstance(outer, partial) else getattr(outer, "__func__", outer)
+    while (inner := _inside(forward)) is not None:
+        forward = inner
     return forward
+
+
+def _inside(forward: Any) -> Any:
+    """What a decorator, a partial or a bound method is around; None for a function."""
+    wrapped = getattr(forward, "__wrapped__", None)
+    if wrapped is None:
+        wrapped = forward.func if isinstance(forward, partial) else getattr(forward, "__func__", None)
+    return wrapped
 
 
 def name_of(function: Any) -> str:
@@ -122,9 +135,9 @@ def _method(kept: str, name: str, function: Any, runs: tuple[tuple[str, Run], ..
     return method
 
 
-def _runs(method: Any) -> tuple[tuple[str, Run], ...]:
+def runs_of(method: Any) -> tuple[tuple[str, Run], ...]:
     """The runs of a method that ``replace_forward`` has set; of any other one, none."""
-    function = getattr(method, "__func__", None)
+    function = getattr(method, "__func__", method)
     of, runs = getattr(function, "_seqpar_runs", (None, ()))
     return runs if of is function else ()
 
@@ -140,7 +153,7 @@ def _slots(module: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]
 
 
 def _our_slots(module: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    return (slot for slot in _slots(module, name) if _runs(slot[0].get(slot[1])))
+    return (slot for slot in _slots(module, name) if runs_of(slot[0].get(slot[1])))
 
 
 def _inner_slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
