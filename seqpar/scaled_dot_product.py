@@ -5,10 +5,8 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -24,6 +22,7 @@ from .functional import attention
 from .masks.mask import Mask
 from .masks.rules import CausalBlocks, PrefixLM
 from .patching.replaced import replaced_in
+from .patching.running import Running
 from .sharding.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _CALLERS = (F.multi_head_attention_forward, Tensor.backward, torch.autograd.back
 _ATTENTION = "attention", "attn"
 # Whether a call is in the forward of reentrant checkpointing. Its backward calls attention again, perhaps after the
 # block, and then with this rank's tokens alone. Other checkpointing notices that.
-_in_reentrant: ContextVar[bool] = ContextVar("seqpar_in_reentrant", default=False)
+_reentrant: Running[bool] = Running()
 # A thread-local value that PyTorch also sets in the threads that run the backward which this thread has called.
 _ATTEND = "seqpar_attend"
 # The open blocks that do not say which modules attend over the sequence, in any thread.
@@ -369,7 +368,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
                 f"{queries} queries and {keys} keys: expected this rank's tokens of both; if every "
                 f"rank holds all of these keys, as in a cross-attention, pass replace_sdpa whole_keys=[{keys}]"
             )
-        if not torch.compiler.is_compiling() and _in_reentrant.get():
+        if not torch.compiler.is_compiling() and _reentrant.now:
             raise ValueError("use_reentrant=True: inside replace_sdpa, pass torch.utils.checkpoint use_reentrant=False")
         mask = masks[call.is_causal]
         if mask is None:
@@ -417,7 +416,8 @@ class _Modules:
                 raise TypeError(f"modules: {kind!r} for {_name(module)}; expected 'sequence', a seqpar.Mask or None")
         self.called: set[nn.Module] = set()
         self.hooks = ExitStack()
-        self._running = _Running()
+        # The given modules that are running, each with the number of calls before it.
+        self._running: Running[tuple[nn.Module, int]] = Running()
 
     def watch(self, calls: Callable[[], int]) -> None:
         """Register the hooks. ``calls`` returns the number of calls that were replaced so far."""
@@ -425,11 +425,11 @@ class _Modules:
 
         def before(module: nn.Module, args: Any) -> None:
             self.called.add(module)
-            self._running.modules.append((module, calls()))
+            self._running.push((module, calls()), module)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            _, calls_before = self._running.modules.pop()
-            if self.masks[module] is not None and output is not None and calls() == calls_before:
+            ended = self._running.pop(module)
+            if self.masks[module] is not None and output is not None and ended is not None and calls() == ended[1]:
                 raise RuntimeError(
                     f"modules: {_name(module)} called no F.scaled_dot_product_attention that replace_sdpa could "
                     "replace, so that no token has seen another rank's tokens in it; it computes attention in another "
@@ -445,13 +445,14 @@ class _Modules:
 
     def masks_now(self) -> tuple[Mask, Mask | None] | None:
         """The masks of a call of attention, from the module that is running."""
-        if not self._running.modules:
+        running = self._running.now
+        if running is None:
             raise ValueError(
                 "modules: attention was called outside of the given modules; pass the module that calls it too. If it "
                 "is one of them, it was not called as module(...) or is compiled code: compile the model without it "
                 "(torch.compiler.disable)"
             )
-        return self.masks[self._running.modules[-1][0]]
+        return self.masks[running[0]]
 
     def check_all_called(self) -> None:
         missed = [_name(module) for module in self.masks if module not in self.called]
@@ -461,13 +462,6 @@ class _Modules:
                 f"{missed[0]}; TorchScript and compiled code do not call a model's modules: leave these modules out "
                 "if the model does not use them"
             )
-
-
-class _Running(threading.local):
-    """The given modules that are running in this thread, with the number of calls before each; the inner one last."""
-
-    def __init__(self) -> None:
-        self.modules: list[tuple[nn.Module, int]] = []
 
 
 def _name(module: nn.Module) -> str:
@@ -532,13 +526,10 @@ class _CheckedForward:
 
 
 def _noted(forward: staticmethod[..., Any]) -> Any:
-    """``forward``, the static method of ``CheckpointFunction``, with ``_in_reentrant`` set meanwhile."""
+    """``forward``, the static method of ``CheckpointFunction``, which is running in ``_reentrant`` meanwhile."""
 
     def noted(*args: Any) -> Any:
-        token = _in_reentrant.set(True)
-        try:
+        with _reentrant(True):
             return forward(*args)
-        finally:
-            _in_reentrant.reset(token)
 
     return staticmethod(noted)

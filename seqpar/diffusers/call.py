@@ -6,9 +6,8 @@ Shapes: b batch, s tokens, h heads, d head_dim.
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,21 +18,15 @@ from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..masks.mask import Mask
 from ..patching.forwards import replaced_by
+from ..patching.running import Running
 from ..scaled_dot_product import SdpaCall, SdpaMode, sdpa
 from ..sharding.sharding import Sharding
-from .foreign import checkpoint_functions, matching, modules_of, skips_scores
+from .foreign import matching, modules_of, skips_scores
 from .plans import Across, Cut, Plan
 from .trial import FewTokens, Trial, attend_to_own_token
 
 _FULL = Mask.full()
 _NATIVE = "call the model's set_attention_backend('native'), or set_default_attn_processor()"
-
-
-class _Running(threading.local):
-    """The calls that are running in this thread, the inner one last."""
-
-    def __init__(self) -> None:
-        self.modes: list[CallMode] = []
 
 
 class Calls:
@@ -44,6 +37,7 @@ class Calls:
         options: arguments of attention.
         shardings: of streams with given lengths.
         ranks: the number of ranks.
+        running: the calls that are running.
     """
 
     def __init__(
@@ -52,17 +46,12 @@ class Calls:
         self.plan, self.options = plan, options
         self.shardings = lru_cache(maxsize=32)(partial(Sharding.segments, mesh=mesh, group=group))
         self.ranks = self.shardings((0,)).ranks
-        self._running = _Running()
+        self.running: Running[CallMode] = Running()
 
     @property
     def group(self) -> ProcessGroup | None:
         """The ranks of the sequence."""
         return self.shardings((0,)).sequence_group
-
-    @property
-    def running(self) -> list[CallMode]:
-        """The calls that are running in this thread, the inner one last."""
-        return self._running.modes
 
     def replaced(self, model: nn.Module) -> str | None:
         """What has replaced a forward of ``model``, or of one of its attention modules, after ``parallelize``."""
@@ -101,34 +90,8 @@ class Call:
     @contextmanager
     def running(self) -> Iterator[None]:
         """The modules that run inside of the block belong to this call."""
-        modes = self.shared.running
-        with self.new_mode() as mode:
-            modes.append(mode)
-            try:
-                yield
-            finally:
-                modes.pop()
-
-    @contextmanager
-    def checkpoints(self) -> Iterator[None]:
-        """Blocks that the model's gradient checkpointing computes again in backward belong to this call too."""
-        originals = [(vars(module), name, vars(module)[name]) for module, name in checkpoint_functions(self.model)]
-
-        def checkpoint(original: Callable[..., Any], block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            def again(*args: Any, **kwargs: Any) -> Any:
-                modes = self.shared.running
-                with nullcontext() if modes and modes[-1].call is self else self.running():
-                    return block(*args, **kwargs)
-
-            return original(again, *args, **kwargs)
-
-        for attributes, name, original in originals:
-            attributes[name] = partial(checkpoint, original)
-        try:
+        with self.new_mode() as mode, self.shared.running(mode):
             yield
-        finally:
-            for attributes, name, original in originals:
-                attributes[name] = original
 
     def length(self, stream: str) -> int:
         """Tokens of the stream, with masked ones if there are fewer than ranks: model code slices ``[:, -text:]``."""

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 # What a wrapper of a module inside of a model adds to its name.
 _ADDED = re.compile(r"(^|(?<=\.))(_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)(\.|$)")
@@ -45,14 +44,6 @@ def models_in(model: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in model.children():
             yield from models_in(child)
-
-
-def checkpoint_functions(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that compute blocks again in backward, with the attribute that holds the function that does it."""
-    for module in model.modules():
-        name = "checkpoint_fn" if isinstance(module, CheckpointWrapper) else "_gradient_checkpointing_func"
-        if vars(module).get(name) is not None:
-            yield module, name
 
 
 def check_hooks(model: Any) -> None:

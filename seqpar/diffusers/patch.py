@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -247,8 +247,8 @@ class Patch:
 
     def now(self, what: str) -> CallMode:
         """The innermost call of the model that is running, for the module ``what``."""
-        if running := self.calls.running:
-            return running[-1]
+        if running := self.calls.running.now:
+            return running
         if torch._C._current_graph_task_id() != -1:  # a backward is running
             cause = (
                 "it was called in backward, outside of a call of the parallelized model, as by torch.utils.checkpoint; "
@@ -296,7 +296,9 @@ class Patch:
         unchecked = None if self.is_checked else self._check(model, original, args, kwargs)
         args, kwargs = self._inputs(args, kwargs)
         call = Call(self.calls, model)
-        with call.running(), call.checkpoints():
+        for module in model.modules():
+            self.calls.running.recomputed(module, self._undo, _again)
+        with call.running():
             output = self._run(call, original, args, kwargs)
         missing = ["attention module"] * (not call.attended) + [x for x in self.outputs if x not in call.gathered]
         if missing:
@@ -404,6 +406,11 @@ class Patch:
             raise RuntimeError(f"plan: the model called two modules of output={pattern!r}")
         call.gathered.add(pattern)
         return call.whole(output, stream, dim=1)
+
+
+def _again(mode: CallMode | None) -> AbstractContextManager[None]:
+    """A block that backward computes again belongs to the call of its forward."""
+    return nullcontext() if mode is None else mode.call.running()
 
 
 def _signature(name: str, module: nn.Module, arguments: tuple[str, ...]) -> inspect.Signature:

@@ -35,7 +35,6 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial, wraps
 from importlib.metadata import version
@@ -55,6 +54,7 @@ from transformers import PreTrainedModel, Trainer
 from ..base.checks import check_choice, check_int
 from ..memory import Memory
 from ..patching.replaced import replaced
+from ..patching.running import Running
 from ..ranks.mesh import set_timeouts
 from .data import split_of
 from .patch import Arguments, apply
@@ -169,7 +169,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
 
     def _validate_accelerator(self, accelerator: accelerate.Accelerator) -> None:
         """Replace the config of ``accelerator``, and its methods that prepare models and data loaders."""
-        batches, trainer = self._original.batches, _maker.get()
+        batches, trainer = self._original.batches, _maker.now
         if batches == "auto":
             batches = "per_rank" if _needs_per_rank_batches(trainer) else "shared"
         if self is not self._original and self.settings.batches == batches:
@@ -246,7 +246,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
             )
 
 
-_maker: ContextVar[Trainer | None] = ContextVar("seqpar_trainer", default=None)  # that is making its Accelerator
+_maker: Running[Trainer] = Running()  # that is making its Accelerator
 
 
 def _note_maker(create: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
@@ -254,11 +254,8 @@ def _note_maker(create: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
 
     @wraps(create)
     def create_accelerator_and_postprocess(self: Trainer) -> None:
-        token = _maker.set(self)
-        try:
+        with _maker(self):
             create(self)
-        finally:
-            _maker.reset(token)
 
     return create_accelerator_and_postprocess
 

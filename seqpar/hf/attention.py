@@ -38,7 +38,7 @@ from .batch import BatchShard
 from .generate import decode
 from .indexers import IndexedMask, attend_to_chosen
 from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
-from .state import DecodeShard, Forward, Patch, Settings, current_forward, shards_text_model
+from .state import DecodeShard, Forward, Patch, Settings, forwards, shards_text_model
 from .support import text_model
 
 MaskFunction = Callable[..., Any]
@@ -89,7 +89,7 @@ def attention_forward(
             raise ValueError(
                 f"{name}: {argument} of shape {tuple(x.shape)} is given; dense score terms are not supported"
             )
-    if seqpar is None and (forward := current_forward()) is not None:  # the layer does not pass its **kwargs on
+    if seqpar is None and (forward := forwards.now) is not None:  # the layer does not pass its **kwargs on
         seqpar = forward.shard
     if seqpar is None:
         raise ValueError(
@@ -341,7 +341,7 @@ def no_mask(
 def _mask_of_call(
     function: MaskFunction | None, rows: int, length: int, attention_mask: Tensor | None, device: torch.device | None
 ) -> Mask | None:
-    forward = current_forward()
+    forward = forwards.now
     if forward is None or forward.positions is None:  # the text model runs, on its part
         return None
     if function is None or _is_known(function, forward) or length < 2:
@@ -360,7 +360,7 @@ def _is_known(function: MaskFunction, forward: Forward) -> bool:
 
 def _check_known(function: MaskFunction | None, rows: int, length: int, device: torch.device | None) -> None:
     """Raise an error if the mask depends on the call's arguments, unless it only adds blocks and there are none."""
-    forward = current_forward()
+    forward = forwards.now
     if function is None or forward is None or _is_known(function, forward):
         return
     if text_model(cast(Any, forward.model)) is not forward.model:

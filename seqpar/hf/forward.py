@@ -28,7 +28,7 @@ from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, me
 from .generate import shard_generation
 from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
 from .loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
-from .state import NAME, OWNER, Forward, Patch, current_forward, pop_forward, push_forward
+from .state import NAME, OWNER, Forward, Patch, forwards, pop_forward, push_forward
 from .support import (
     cache_of,
     check_adapters,
@@ -66,7 +66,7 @@ def _run_hooks(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
 @no_compile
 def _is_direct_call(model: nn.Module) -> bool:
-    forward = current_forward()
+    forward = forwards.now
     if before_forward not in model._forward_pre_hooks.values() or not cast(Patch, model._seqpar).sharded:
         return False
     return forward is None or forward.model is not model
@@ -226,7 +226,7 @@ def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """End the ``Forward``, and return the output that the caller asked for. None: the model's forward has raised."""
-    forward = current_forward()
+    forward = forwards.now
     if forward is None or forward.model is not model:
         return None
     if forward.noise is not None:
@@ -237,7 +237,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             if forward.full_call is not None:
                 return gather_outputs(output, forward, forward.full_call)
     finally:
-        pop_forward()
+        pop_forward(forward)
     if output is None:
         return None
     if isinstance(output, tuple):
@@ -285,7 +285,7 @@ def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
 
     The model itself returns the scores of this rank's last token, which may not be the last token of the sequence.
     """
-    forward = current_forward()
+    forward = forwards.now
     if forward is not None and forward.batch_shard is not None:
         forward.scores = output
 
@@ -313,7 +313,7 @@ def call_head(head: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: A
     ``LazyLogits``, and the output embedding is not called yet. Hooks of the user must see all logits: then the result
     holds them already.
     """
-    forward = current_forward()
+    forward = forwards.now
     if forward is None or head is not cast(Any, forward.model).get_output_embeddings() or len(args) != 1 or kwargs:
         return call(*args, **kwargs)
     hidden: Tensor = args[0]
@@ -361,7 +361,7 @@ def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     The rotary embedding then computes the frequencies for the length of the full sequence.
     """
-    forward = current_forward()
+    forward = forwards.now
     if forward is None or (shard := forward.batch_shard) is None:
         return None
 
@@ -375,7 +375,7 @@ def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Tensor]) -> Any:
     """Remove the appended position from ``cos, sin [batch, seq_local + 1, head_dim]``."""
-    forward = current_forward()
+    forward = forwards.now
     if forward is None or forward.batch_shard is None:
         return None
     return tuple(x[..., :-1, :] for x in output)

@@ -31,7 +31,7 @@ from ..sharding.same_rows import check_every
 from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_for_rank, shard_over
 from .logits import LazyLogits, MissingLogits
 from .loss import WHOLE, all_gather_tokens, join_tiles, plain, reduce_over_ranks
-from .state import Forward, FullCall, Patch, current_forward, shards_text_model
+from .state import Forward, FullCall, Patch, forwards, shards_text_model
 from .support import cache_of, parameters_of, pools_last_token, text_model
 
 # The ranks compare their batches in the first 4 calls, and then in every 64th call.
@@ -264,7 +264,7 @@ def without_image_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
 @no_compile
 def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The hook before the text model's forward: shard its arguments, unless the batch is sharded already."""
-    forward = current_forward()
+    forward = forwards.now
     if forward is None or forward.shard is None:
         return None
     parameters = parameters_of(text)

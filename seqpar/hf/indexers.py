@@ -19,7 +19,6 @@ e v_head_dim, r kv_lora_rank, w kv_lora_rank + qk_rope_head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any, cast
@@ -37,6 +36,7 @@ from ..comm.waiting import operation
 from ..masks.mask import LayerMask, Mask, layer_mask
 from ..memory.weights import CACHE_ARGUMENTS
 from ..patching.forwards import replace_forward
+from ..patching.running import Running
 from ..placement.layout import TokenLayout
 from ..sharding.sharding import Sharding
 from ..sharding.shards import local_shard
@@ -137,23 +137,19 @@ def _before(patch: Patch, mask_of: MaskOf) -> Callable[..., Any]:
     return before
 
 
-# Whether this thread runs an indexer, whose ``torch.topk`` is no choice of experts.
-indexer_runs = ContextVar("indexer_runs", default=False)
+indexers: Running[nn.Module] = Running()  # whose ``torch.topk`` is no choice of experts
 
 
 @no_compile
 def _choose(indexer: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """The forward of an indexer: int32 ``[b, s, k]``, indices of the full sequence, and -1 in rows with fewer keys."""
-    runs = indexer_runs.set(True)
-    try:
-        given = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, IndexedMask)), None)
+    given = next((x for x in tree_leaves((args, kwargs)) if isinstance(x, IndexedMask)), None)
+    with indexers(indexer):
         if given is None:
             return forward(*args, **kwargs)
         assert given.shard is not None and given.shard.sharding is not None and given.mask is not None
         with torch.no_grad():
             return _choose_globally(indexer, (args, kwargs), given.shard.mask, given.mask, given.shard.sharding)
-    finally:
-        indexer_runs.reset(runs)
 
 
 def _choose_globally(indexer: nn.Module, call: Any, documents: Mask, mask: Mask, sharding: Sharding) -> Tensor:

@@ -26,7 +26,7 @@ from ..patching.replaced import replaced_in
 from ..ranks.mesh import size_of
 from .batch import IGNORE_INDEX, BatchShard
 from .logits import LazyLogits, summed_cross_entropy
-from .state import Forward, Patch, current_forward
+from .state import Forward, Patch, forwards
 from .support import default_loss
 
 WHOLE = "_seqpar_whole"  # an attribute of logits of all tokens, in the outputs of a model
@@ -54,7 +54,7 @@ class TokenLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         default = default_loss(self.model)
         named = {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}
-        if current_forward() is None and kwargs.get("seqpar") is None and hasattr(named.get("logits"), WHOLE):
+        if forwards.now is None and kwargs.get("seqpar") is None and hasattr(named.get("logits"), WHOLE):
             return (self.user_loss or default)(*args, **kwargs)
         if self.user_loss is None or self.user_loss is default:
             named = inspect.signature(default).bind_partial(*args).arguments
@@ -68,7 +68,7 @@ class TokenLoss:
 
         Each of P ranks computes the loss L and adds L / P to the sum over the ranks.
         """
-        forward = current_forward()
+        forward = forwards.now
         shard = seqpar or (None if forward is None else forward.batch_shard)
         if shard is None or shard.in_place is None:
             raise ValueError(
@@ -111,7 +111,7 @@ class TokenLoss:
                 f"ignore_index={ignore_index}: the labels that do not count are {IGNORE_INDEX} here, because they were "
                 f"counted before; pass labels.masked_fill(labels == {ignore_index}, {IGNORE_INDEX}) instead"
             )
-        forward = current_forward()
+        forward = forwards.now
         if forward is not None and forward.targets is not None:
             # The caller asked for log-probabilities instead of a loss.
             return torch.zeros((), dtype=torch.float32, device=labels.device)
@@ -209,7 +209,7 @@ class ReducedLoss(Tensor):
         if not isinstance(result, Tensor):
             return result
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        buffers = {id(x) for x in forward.model.buffers()} if (forward := current_forward()) is not None else set()
+        buffers = {id(x) for x in forward.model.buffers()} if (forward := forwards.now) is not None else set()
         reduced = all(is_reduced(x) or id(x) in buffers for x in tensors)
         if isinstance(result, ReducedLoss):
             result.changed |= not reduced
@@ -263,7 +263,7 @@ def _sum_over(x: Tensor, group: ProcessGroup | None, patch: Patch) -> Tensor:
 
 def _note(loss: Tensor, model: nn.Module) -> Tensor:
     """``loss``, of which ``check_loss`` knows that it was reduced, if a forward of ``model`` is running."""
-    forward = current_forward()
+    forward = forwards.now
     return loss.as_subclass(ReducedLoss) if forward is not None and forward.model is model else loss
 
 
@@ -317,7 +317,7 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_balancing_loss(
         gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
     ) -> Any:
-        forward = current_forward()
+        forward = forwards.now
         shard = None if forward is None else forward.batch_shard
         if forward is None or shard is None or not isinstance(gate_logits, tuple) or num_experts is None:
             return original(gate_logits, num_experts, top_k, attention_mask)

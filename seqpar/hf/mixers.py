@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,10 +24,11 @@ from ..base.checks import no_compile
 from ..masks.mask import Mask
 from ..mixers import by_heads, by_states, halo
 from ..patching.replaced import replaced, replaced_in
+from ..patching.running import Running
 from ..sharding.sharding import Sharding
 from ..strategies.auto import sends_halo, sends_states
 from .batch import BatchShard
-from .state import Patch, current_forward
+from .state import Patch, forwards
 
 Original = Callable[..., Any]
 _STATE_BYTES = 4  # of an element of a recurrent state, in float32
@@ -309,24 +309,18 @@ class _Alone(NamedTuple):
     unmasked: bool = False
 
 
-# Of the layers that are running, the innermost last: the shard; None in a model that runs on this rank alone.
-_running: ContextVar[tuple[BatchShard | _Alone | None, ...]] = ContextVar("seqpar_mixers", default=())
+# Of the layers that are running: the shard; None in a model that runs on this rank alone.
+_running: Running[BatchShard | _Alone | None] = Running()
 
 
-@contextmanager
-def documents_apart(documents: Tensor) -> Iterator[None]:
+def documents_apart(documents: Tensor) -> AbstractContextManager[None]:
     """In the block, a parallelized model that runs on this rank alone keeps ``documents`` apart.
 
     ``documents``, int ``[b, s]``, holds the index of each token's document.
     """
     length = documents.shape[1]
     edges = [[0, *((row[1:] != row[:-1]).nonzero().flatten() + 1).tolist(), length] for row in documents.cpu()]
-    alone = _Alone(Sharding(length, "contiguous", strategy="local"), Mask.documents(edges, causal=False))
-    token = _running.set((*_running.get(), alone))
-    try:
-        yield
-    finally:
-        _running.reset(token)
+    return _running(_Alone(Sharding(length, "contiguous", strategy="local"), Mask.documents(edges, causal=False)))
 
 
 def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> None:
@@ -349,47 +343,26 @@ def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> N
 def _before(patch: Patch) -> Callable[..., None]:
     @no_compile
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        shard, running = kwargs.get("seqpar"), _running.get()
-        if shard is None and (forward := current_forward()) is not None and forward.patch is patch:
+        shard = kwargs.get("seqpar")
+        if shard is None and (forward := forwards.now) is not None and forward.patch is patch:
             shard = forward.batch_shard
-        if shard is None and running:
-            shard = running[-1]
+        if shard is None:
+            shard = _running.now
         if shard is None and patch.sharded:
             raise ValueError(
                 f"layer={type(module).__name__}: it runs outside of a forward of the parallelized model, and does not "
                 "get the argument seqpar, so that it is not known which tokens this rank holds; call the whole model, "
                 "and recompute activations by model.activation_checkpointing_enable() only"
             )
-        _running.set((*running, shard))
-        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None and not hasattr(checkpoint, "_seqpar"):
-            vars(module)["_gradient_checkpointing_func"] = _recomputing_with_shard(checkpoint)
+        _running.push(shard, module)
+        _running.recomputed(module, patch.undo)
 
     return before
 
 
-def _recomputing_with_shard(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """``checkpoint``, whose recomputation, which does not run the hooks of the layer, has the shard of the forward."""
-
-    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        running = _running.get()[-1:]
-
-        def with_shard(*args: Any, **kwargs: Any) -> Any:
-            token = _running.set((*_running.get(), *running))
-            try:
-                return function(*args, **kwargs)
-            finally:
-                _running.reset(token)
-
-        return checkpoint(with_shard, *args, **kwargs)
-
-    run._seqpar = True  # type: ignore[attr-defined]
-    return run
-
-
 @no_compile
 def _after(module: nn.Module, args: Any, output: Any) -> None:
-    _running.set(_running.get()[:-1])
+    _running.pop(module)
 
 
 def _stand_in(name: str, original: Original) -> Original:
@@ -398,8 +371,7 @@ def _stand_in(name: str, original: Original) -> Original:
 
     @no_compile
     def run(*args: Any, **kwargs: Any) -> Any:
-        running = _running.get()
-        shard = running[-1] if running else None
+        shard = _running.now
         if shard is None:
             return original(*args, **kwargs)
         for argument in ("cu_seqlens", "seq_idx"):

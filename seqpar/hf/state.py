@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
@@ -22,6 +21,7 @@ from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
 from ..masks.mask import LayerMask, Mask
 from ..memory import Memory
+from ..patching.running import Running
 from ..placement.layout import Assigned, TokenLayout
 from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions, check_options
 from ..ranks.mesh import rank_in, size_of
@@ -227,26 +227,19 @@ class Forward:
         return self.shard if isinstance(self.shard, BatchShard) else None
 
 
-# A stack, because the forward of a parallelized model may call another parallelized model.
-_forwards: ContextVar[tuple[Forward, ...]] = ContextVar("seqpar_forwards", default=())
-
+# A forward of a parallelized model may call another parallelized model.
+forwards: Running[Forward] = Running()
 
 # Whether ``positions`` of the innermost forward is set. torch.compile can trace a read of a list, but not of
-# ``_forwards``.
+# ``forwards``.
 shards_text_model = [False]
 
 
-def current_forward() -> Forward | None:
-    forwards = _forwards.get()
-    return forwards[-1] if forwards else None
-
-
 def push_forward(forward: Forward) -> None:
-    _forwards.set((*_forwards.get(), forward))
+    forwards.push(forward, forward.model)
     shards_text_model[0] = forward.positions is not None
 
 
-def pop_forward() -> None:
-    _forwards.set(_forwards.get()[:-1])
-    forward = current_forward()
-    shards_text_model[0] = forward is not None and forward.positions is not None
+def pop_forward(forward: Forward) -> None:
+    forwards.pop(forward.model)
+    shards_text_model[0] = forwards.now is not None and forwards.now.positions is not None

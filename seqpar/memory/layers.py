@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ..patching.forwards import replace_forward
+from ..patching.running import Running
 from ..strategies.checkpointing import keep_attention
 from .offload import Kept, copies_to_host
 from .weights import CACHE_ARGUMENTS, OWNER, Forward
@@ -102,13 +102,10 @@ def contexts_of_part() -> Contexts:
     If the layer keeps the results of attention, the part reuses them too. PyTorch uses the contexts that were made in
     the layer's forward: when backward needs the part, it recomputes the layer, and then the part.
     """
-    mode = getattr(_mode, "on", None)
+    mode = _modes.now
     if not isinstance(mode, _Keep):
         return nullcontext(), nullcontext()
     return nullcontext(), _Reuse(mode.results, len(mode.results.calls))
-
-
-_mode = threading.local()
 
 
 def _is_attention(func: Any) -> bool:
@@ -125,12 +122,15 @@ class _Mode(TorchDispatchMode):
         return True
 
     def __enter__(self) -> Any:
-        self._outer, _mode.on = getattr(_mode, "on", None), self
+        _modes.push(self, self)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        _mode.on = self._outer
+        _modes.pop(self)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+_modes: Running[_Mode] = Running()
 
 
 class _Keep(_Mode):

@@ -309,7 +309,7 @@ def kept_values() -> dict[str, str]:
 KEEPERS = (
     "lru_cache", "cache", "cached_property", "ByteCache", "cached_tensors", "WeakKeyDictionary", "WeakIdKeyDictionary",
     "WeakTensorKeyDictionary",
-    "WeakValueDictionary", "ContextVar", "local",
+    "WeakValueDictionary", "ContextVar", "local", "Running",
 )  # fmt: skip
 
 
@@ -357,16 +357,16 @@ KEPT: dict[str, str] = {
     "comm.trace": "open_traces",
     "comm.waiting": "_name _idle",
     "decoding": "KeyValueCache._layers KeyValueCache._intervals",
-    "diffusers.call": "Calls.__init__ Call.lengths Call.first",
+    "diffusers.call": "Calls.__init__ Calls.__init__ Call.lengths Call.first",
     "diffusers.plans": "Plan",
     "diffusers.trial": "Trial._orders",
     "hf.accelerate": "_maker",
     "hf.batch": "BatchShard",
     "hf.forward": "_say_documents_are_apart",
-    "hf.indexers": "indexer_runs _intervals",
+    "hf.indexers": "indexers _intervals",
     "hf.mixers": "_running",
     "hf.per_rank": "_Arguments.tensors _Arguments.values",
-    "hf.state": "Patch DecodeShard _forwards shards_text_model",
+    "hf.state": "Patch DecodeShard forwards shards_text_model",
     "hf.trial": "Trial.scalings",
     "hf.verification.recording": "Recording.inputs Recording.tensors Recording.gradients Recording.options",
     "kernels": "_warn_of_reference",
@@ -379,7 +379,7 @@ KEPT: dict[str, str] = {
     "layers.rotary": "_tables",
     "masks.mask": "Mask Mask Mask.checksum Mask.batch",
     "masks.runs": "Runs.rows Runs.starts",
-    "memory.layers": "_mode",
+    "memory.layers": "_modes",
     "memory.offload": "Kept._device Kept._host _copy_stream",
     "mixers": "Exchange.slice Exchange.repeated",
     "placement.heads": "Heads.kv kv_index",
@@ -404,7 +404,7 @@ KEPT: dict[str, str] = {
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
     "ranks.rendezvous": "waits_in_vain",
-    "scaled_dot_product": "_in_reentrant _without_modules _Modules.masks",
+    "scaled_dot_product": "_reentrant _without_modules _Modules.masks _Modules.__init__",
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
         "AttentionPlan._programs AttentionPlan.checksum AttentionPlan.longest AttentionPlan.dense "

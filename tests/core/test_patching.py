@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -12,9 +14,12 @@ from typing import Any
 import accelerate.hooks
 import diffusers.hooks
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from seqpar.patching.forwards import is_replaced, replace_forward, replaced_by, restore_forward
+from seqpar.patching.running import Running
 
 
 class Doubling(nn.Module):
@@ -127,3 +132,78 @@ def test_calls_are_replaced_too() -> None:
     assert module(1.0) == 3 * (3 * 2.0 + 1)  # the call is around the hooks
     undo()
     assert module(1.0) == 3 * 2.0 + 1
+
+
+class Block(nn.Module):
+    """Multiplies by what is running, when forward and when backward compute it."""
+
+    def __init__(self, running: Running[float | None], reentrant: bool) -> None:
+        super().__init__()
+        self.running, self.seen = running, list[float | None]()
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=reentrant)
+
+    def compute(self, x: Tensor) -> Tensor:
+        self.seen.append(self.running.now)
+        return torch.sin(x) * (self.running.now or 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self._gradient_checkpointing_func(self.compute, x)
+        return result
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_backward_computes_blocks_again_with_what_was_running(reentrant: bool) -> None:
+    running: Running[float | None] = Running()
+    blocks = [Block(running, reentrant) for _ in range(2)]
+    originals = [block._gradient_checkpointing_func for block in blocks]
+    with ExitStack() as undo:
+        for block in blocks * 2:  # the second time does nothing
+            running.recomputed(block, undo)
+        x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+        with running(2.0):
+            y = blocks[0](x)
+            with running(5.0):
+                y = blocks[1](y)
+        assert running.now is None
+        for other in (None, 7.0):  # in a thread where nothing or something else runs
+            (expected,) = torch.autograd.grad((5 * torch.sin(2 * torch.sin(x))).sum(), x)
+            x.grad = None
+
+            def backward(other: float | None = other) -> None:
+                with running(other):
+                    y.sum().backward(retain_graph=not reentrant)
+                    assert running.now == other
+
+            thread = threading.Thread(target=backward)
+            thread.start()
+            thread.join()
+            assert x.grad is not None and torch.equal(x.grad, expected)
+            if reentrant:
+                break
+    assert {*blocks[0].seen} == {2.0} and {*blocks[1].seen} == {5.0} and len(blocks[0].seen) == (2 if reentrant else 3)
+    assert [block._gradient_checkpointing_func for block in blocks] == originals
+
+
+def test_a_function_that_replaced_ours_stays() -> None:
+    running: Running[float | None] = Running()
+    block = Block(running, False)
+    with ExitStack() as undo:
+        running.recomputed(block, undo)
+        block._gradient_checkpointing_func = theirs = partial(checkpoint, use_reentrant=False)
+    assert block._gradient_checkpointing_func is theirs
+
+
+def test_what_is_running() -> None:
+    """Each thread has its own stack, and a hook ends what its module has begun, not what another one has."""
+    running: Running[str] = Running()
+    found = []
+    with running("outer"):
+        thread = threading.Thread(target=lambda: found.append(running.now))
+        thread.start()
+        thread.join()
+        with running("inner"):
+            running.push("never ended", owner := object())
+        assert running.now == "outer" and running.pop(owner) is None and running.now == "outer"
+        running.push("module", owner)
+        assert running.pop(owner) == "module"
+    assert found == [None] and running.now is None

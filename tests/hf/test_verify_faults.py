@@ -27,7 +27,7 @@ from seqpar.hf import attention as hf_attention
 from seqpar.hf import batch as hf_batch
 from seqpar.hf import loss as hf_loss
 from seqpar.hf.loss import TokenLoss
-from seqpar.hf.state import current_forward
+from seqpar.hf.state import forwards
 from seqpar.masks.mask import Mask
 from seqpar.strategies.attend import attend
 
@@ -125,7 +125,7 @@ def ignored_in_ddp(group: ProcessGroup) -> VerificationReport:
 def wrong_rotation(group: ProcessGroup) -> VerificationReport:
     def count(module: Any, args: Any, kwargs: Any) -> Any:
         ids = kwargs["position_ids"]
-        return args, {**kwargs, "position_ids": ids - ids.amin() if current_forward() else ids}
+        return args, {**kwargs, "position_ids": ids - ids.amin() if forwards.now else ids}
 
     return hooked(parallel(group), "model.rotary_emb", count)
 
@@ -174,7 +174,7 @@ def in_text_model(group: ProcessGroup, **changes: Any) -> VerificationReport:
 
     def change(module: Any, args: Any, kwargs: Any) -> Any:
         changed = {name: f(kwargs[name]) for name, f in changes.items()}
-        return None if current_forward() is None else (args, {**kwargs, **changed})  # None: one device
+        return None if forwards.now is None else (args, {**kwargs, **changed})  # None: one device
 
     return hooked(merging(group, "qwen3_vl"), "model.language_model", change, with_images("qwen3_vl", "images"))
 
@@ -192,7 +192,7 @@ def loss_of_its_own(group: ProcessGroup) -> VerificationReport:
     loss = model.loss_function
 
     class Forgetful(TokenLoss):
-        user_loss = property(lambda self: None if current_forward() else lambda *x, **kwargs: 3 * loss(*x, **kwargs))
+        user_loss = property(lambda self: None if forwards.now else lambda *x, **kwargs: 3 * loss(*x, **kwargs))
 
         def __init__(self, patch: Any, model: Any, user_loss: Any = None) -> None:
             self.patch, self.model = patch, model

@@ -29,7 +29,7 @@ from ...patching.replaced import replaced
 from ...ranks.rendezvous import group_timeout
 from ...verification import StepResult, unchanged
 from ..attention import scale_of
-from ..indexers import indexer_runs
+from ..indexers import indexers
 from ..key_values import has_latent_kv, recorded_expansion
 from ..loss import restore_loss_function
 from ..mixers import documents_apart
@@ -81,7 +81,7 @@ class PinnedExperts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk) or indexer_runs.get():
+        if func not in (torch.topk, Tensor.topk) or indexers.now is not None:
             return result
         if not self.pins:
             self.experts.append(result[1])
