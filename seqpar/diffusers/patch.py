@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..kernels import BackendName
-    from ..patching.forwards import replace_forward
-from ..placement.strategies import StrategyOptions
+    from ..placement.strategies import StrategyOptions
 
 Model = TypeVar("Model")
 _OWN = "_seqpar_diffusers"
@@ -296,8 +295,7 @@ class Patch:
         unchecked = None if self.is_checked else self._check(model, original, args, kwargs)
         args, kwargs = self._inputs(args, kwargs)
         call = Call(self.calls, model)
-        for module in model.modules():
-            self.calls.running.recomputed(module, self._undo, _again)
+        self.calls.running.recomputed(model.modules(), self._undo, _again)
         with call.running():
             output = self._run(call, original, args, kwargs)
         missing = ["attention module"] * (not call.attended) + [x for x in self.outputs if x not in call.gathered]

@@ -355,7 +355,8 @@ def _before(patch: Patch) -> Callable[..., None]:
                 "and recompute activations by model.activation_checkpointing_enable() only"
             )
         _running.push(shard, module)
-        _running.recomputed(module, patch.undo)
+        if "_gradient_checkpointing_func" in vars(module):
+            _running.recomputed((module,), patch.undo)
 
     return before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
@@ -17,19 +17,19 @@ class Running(threading.local, Generic[T]):
     """A stack of what is running in this thread: ``with running(x): ...``.
 
     Backward may run in another thread, where the stack is empty, and after the block: see ``recomputed``.
+
+    Attributes:
+        now: the innermost value; None if there is none. Read only.
     """
 
     def __init__(self) -> None:
+        self.now: T | None = None  # no property, because it is read in every layer
         self._stack: list[tuple[T, object]] = []  # each with its owner
-
-    @property
-    def now(self) -> T | None:
-        """The innermost value; None if there is none."""
-        return self._stack[-1][0] if self._stack else None
 
     def push(self, x: T, owner: object) -> None:
         """Begin ``x``, until ``pop(owner)``: for the hooks before and after a module."""
         self._stack.append((x, owner))
+        self.now = x
 
     def pop(self, owner: object) -> T | None:
         """End what ``owner`` has begun last, and what has begun since, and return it; None if it has begun nothing."""
@@ -37,6 +37,7 @@ class Running(threading.local, Generic[T]):
             x, begun_by = self._stack[i]
             if begun_by is owner:
                 del self._stack[i:]
+                self.now = self._stack[-1][0] if self._stack else None
                 return x
         return None
 
@@ -50,36 +51,42 @@ class Running(threading.local, Generic[T]):
             self.pop(owner)
 
     def recomputed(
-        self, module: nn.Module, undo: ExitStack, enter: Callable[[Any], AbstractContextManager[Any]] | None = None
+        self,
+        modules: Iterable[nn.Module],
+        undo: ExitStack,
+        enter: Callable[[Any], AbstractContextManager[Any]] | None = None,
     ) -> None:
-        """Let the blocks that ``module`` computes again in backward run with the value that ran in forward.
+        """Let the blocks that ``modules`` compute again in backward run with the value that ran in forward.
 
         Gradient checkpointing of transformers and diffusers, and PyTorch's ``checkpoint_wrapper``, keep in an attribute
         of a module the function that computes a block again. It may have been set since the last call.
 
         Args:
-            module: the module.
-            undo: puts the function back.
+            modules: the modules.
+            undo: puts the functions back.
             enter: the context with a value, by default this object.
         """
-        name = "checkpoint_fn" if isinstance(module, CheckpointWrapper) else "_gradient_checkpointing_func"
-        checkpoint = vars(module).get(name)
-        if checkpoint is None or getattr(checkpoint, "_seqpar_running", None) is self:
-            return
+        for module in modules:
+            name = "checkpoint_fn" if isinstance(module, CheckpointWrapper) else "_gradient_checkpointing_func"
+            checkpoint = vars(module).get(name)
+            if checkpoint is not None and getattr(checkpoint, "_seqpar_running", None) is not self:
+                vars(module)[name] = run = self._entering(checkpoint, enter or self)
+                undo.callback(_restore, vars(module), name, run, checkpoint)
 
+    def _entering(self, checkpoint: Callable[..., Any], enter: Callable[[Any], AbstractContextManager[Any]]) -> Any:
         def run(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             x = self.now
 
             def again(*args: Any, **kwargs: Any) -> Any:
-                with nullcontext() if self.now is x else (enter or self)(x):  # type: ignore[arg-type]
+                with nullcontext() if self.now is x else enter(x):
                     return block(*args, **kwargs)
 
             return checkpoint(again, *args, **kwargs)
 
-        def restore() -> None:
-            if vars(module).get(name) is run:
-                vars(module)[name] = checkpoint
-
         vars(run)["_seqpar_running"] = self
-        vars(module)[name] = run
-        undo.callback(restore)
+        return run
+
+
+def _restore(attributes: dict[str, Any], name: str, ours: Any, before: Any) -> None:
+    if attributes.get(name) is ours:
+        attributes[name] = before

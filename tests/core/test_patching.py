@@ -157,8 +157,8 @@ def test_backward_computes_blocks_again_with_what_was_running(reentrant: bool) -
     blocks = [Block(running, reentrant) for _ in range(2)]
     originals = [block._gradient_checkpointing_func for block in blocks]
     with ExitStack() as undo:
-        for block in blocks * 2:  # the second time does nothing
-            running.recomputed(block, undo)
+        for _ in range(2):  # the second time does nothing
+            running.recomputed(blocks, undo)
         x = torch.randn(3, dtype=torch.float64, requires_grad=True)
         with running(2.0):
             y = blocks[0](x)
@@ -188,7 +188,7 @@ def test_a_function_that_replaced_ours_stays() -> None:
     running: Running[float | None] = Running()
     block = Block(running, False)
     with ExitStack() as undo:
-        running.recomputed(block, undo)
+        running.recomputed([block], undo)
         block._gradient_checkpointing_func = theirs = partial(checkpoint, use_reentrant=False)
     assert block._gradient_checkpointing_func is theirs
 
