@@ -293,7 +293,7 @@ def rank_positions(seq_len: int, ranks: int, rank: int, layout: str) -> Tensor:
     elif layout == "striped":
         mine = tokens[tokens % ranks == rank]
     else:  # each piece belongs to any rank, so that some hold no tokens; every third length is cut into single tokens
-        assert layout == "assigned"
+        assert layout == "assigned", f"layout={layout!r}: add its definition to rank_positions"
         chance = np.random.default_rng([seq_len, ranks])
         cuts = tokens if seq_len % 3 == 0 else chance.integers(0, seq_len + 1, 3 * ranks)
         piece = np.searchsorted(np.sort(cuts), tokens, side="right")

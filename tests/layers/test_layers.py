@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 from unittest import mock
 
@@ -109,8 +110,7 @@ CASES = {
     "float32": Case({"num_kv_heads": 2, "sinks": True}, rotary=True, dtype=torch.float32),
 }
 
-WORLDS_AND_LAYOUTS = [(2, "contiguous"), (3, "zigzag"), (4, "striped"), (4, "assigned")]
-assert {layout for _, layout in WORLDS_AND_LAYOUTS} == set(LAYOUTS)
+WORLDS_AND_LAYOUTS = [*zip(chain((2, 3), repeat(4)), LAYOUTS, strict=False)]
 
 
 def run_layer(
@@ -153,7 +153,12 @@ def local_layer(name: str, nudged: bool = False) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("name", "strategy", "world", "layout"),
     [
-        pytest.param(name, strategy, *WORLDS_AND_LAYOUTS[(i + j) % 4], marks=pytest.mark.slow if (i + j) % 4 else ())
+        pytest.param(
+            name,
+            strategy,
+            *WORLDS_AND_LAYOUTS[(i + j) % len(LAYOUTS)],
+            marks=pytest.mark.slow if (i + j) % len(LAYOUTS) else (),
+        )
         for i, name in enumerate(CASES)
         for j, strategy in enumerate((*STRATEGIES, "activations"))
         if strategy not in OTHER_NAMES or i % 4 == 0

@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar.comm import collectives
 from seqpar.comm.shared_memory import VARIABLE
-from seqpar.placement.layout import LAYOUTS
+from seqpar.placement import layout
+from seqpar.placement.layout import shard_length
 
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks
@@ -26,6 +27,8 @@ from ..problems import RULES
 from ..reference import Rule, Rules, combined_mask, fitted, rank_positions, rows_of, rules_id, visible_pairs
 
 TOKENS, BATCH, HEAD_DIM = 48, 2, 4
+# The formulas are for ranks with equally many tokens.
+LAYOUTS = [name for name in layout.LAYOUTS if len({shard_length(TOKENS, 8, rank, name) for rank in range(8)}) == 1]
 FULL, CAUSAL = (Rule("full"),), (Rule("causal"),)
 
 
