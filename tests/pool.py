@@ -25,13 +25,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup
@@ -345,6 +346,26 @@ def at_once(
     finally:
         for own in pools:
             own.pool.close()
+
+
+@contextlib.contextmanager
+def meanwhile(
+    request: pytest.FixtureRequest, fixture: str, function: Callable[[], Result]
+) -> Iterator[Callable[[], Result]]:
+    """Call a function that waits most of the time, such as ``at_once``, while other tests run.
+
+    Args:
+        request: of a fixture with the scope of a file.
+        fixture: the function is called if a test of the session has this fixture.
+        function: what is called, in a thread.
+
+    Yields:
+        A function that returns the result.
+    """
+    is_needed = any(fixture in getattr(item, "fixturenames", ()) for item in request.session.items)
+    with ThreadPoolExecutor(1) as thread:
+        run = thread.submit(function) if is_needed else Future[Result]()
+        yield run.result
 
 
 @on_ranks

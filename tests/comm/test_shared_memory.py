@@ -8,7 +8,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -29,7 +29,7 @@ from seqpar.comm.collectives import start_all_gather, start_all_to_all, start_re
 from seqpar.comm.p2p import connect, exchange, new_message, without_messages
 from seqpar.comm.shared_memory import ReceiveMode, SharedMemoryTransport, shared_memory
 
-from ..pool import OwnPool, Pool, at_once, limit_waits, on_ranks, start
+from ..pool import OwnPool, Pool, at_once, limit_waits, meanwhile, on_ranks, start
 from ..reference import assert_close
 from ..strategy_cases import STRATEGIES
 
@@ -304,10 +304,23 @@ WAITS = {
 }
 
 
-def test_waits_end() -> None:
-    """Without the timeout if rank 1 has ended: it is longer than any test then."""
+@pytest.fixture(scope="module", autouse=True)
+def started(request: pytest.FixtureRequest, pool: Pool) -> Iterator[Callable[[], list[list[str]]]]:
     calls: list[Callable[[ProcessGroup], str]] = [partial(waits_in_vain, how=how) for how in WAITS]
-    *by_case, unconnected = at_once(2, [*calls, does_not_connect], 3600.0, shared_memory=True)
+    together = partial(at_once, 2, [*calls, does_not_connect], 3600.0, shared_memory=True)
+    with meanwhile(request, "waits", together) as result:
+        yield result
+
+
+@pytest.fixture
+def waits(started: Callable[[], list[list[str]]]) -> list[list[str]]:
+    """What the ranks raise in each wait, while the first tests of the file run."""
+    return started()
+
+
+def test_waits_end(waits: list[list[str]]) -> None:
+    """Without the timeout if rank 1 has ended: it is longer than any test then."""
+    *by_case, unconnected = waits
     for (how, said), (message, _) in zip(WAITS.items(), by_case, strict=True):
         assert re.search(said, message), (how, message)
     assert unconnected[0].startswith("the first messages on a host: rank(s) [1]")

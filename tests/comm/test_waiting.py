@@ -23,7 +23,7 @@ from seqpar.comm.communicator import communicator
 from seqpar.ranks import rendezvous
 from seqpar.ranks.mesh import Ranks
 
-from ..pool import OwnPool, Pool, at_once, limit_waits, on_ranks, start
+from ..pool import OwnPool, Pool, at_once, limit_waits, meanwhile, on_ranks, start
 from ..reference import assert_error
 from ..strategy_cases import STRATEGIES
 
@@ -124,45 +124,25 @@ RAISES = [(name, False) for name in ("handshake", "ring", "layer", "tp_sp", "ini
 RAISES += [(name, True) for name in ("handshake", "ring", "ulysses", "layer with a length", "init_mesh")]
 
 
-@pytest.fixture(scope="module")
-def errors() -> dict[Any, list[tuple[str, str, float]]]:
-    """The errors of the ranks in each case. Every case waits for the timeout, so they wait at the same time."""
+Errors = dict[Any, list[tuple[str, str, float]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started(request: pytest.FixtureRequest, pool: Pool) -> Iterator[Callable[[], Errors]]:
     calls: dict[Any, Callable[[ProcessGroup], tuple[str, str, float]]] = {
         (name, ready): partial(one_rank_raises_before, name=name, ready=ready) for name, ready in RAISES
     }
     calls |= {"different calls": different_calls, "between GPUs": wait_between_gpus, "unused": unused_unshard}
-    return dict(zip(calls, at_once(3, [*calls.values()], TIMEOUT_S), strict=True))
+    together = partial(at_once, 3, [*calls.values()], TIMEOUT_S)
+    with meanwhile(request, "errors", lambda: dict(zip(calls, together(), strict=True))) as result:
+        yield result
 
 
-@pytest.mark.parametrize(("name", "ready"), RAISES)
-def test_one_rank_raises_in_a_constructor(
-    errors: dict[Any, list[tuple[str, str, float]]], name: str, ready: bool
-) -> None:
-    for rank, (kind, message, _) in enumerate(errors[name, ready]):
-        if rank == 1:
-            assert kind == "ValueError", message
-            continue
-        assert kind == "RuntimeError" and "look for an earlier error" in message, message
-        # On a busy machine, rank 2 may be late too.
-        assert re.search(r"rank\(s\) \[1\b", message) or (ready and name not in ("handshake", "init_mesh")), message
-
-
-def test_ranks_make_different_calls(errors: dict[Any, list[tuple[str, str, float]]]) -> None:
-    texts = [f"{kind}: {message}" for kind, message, _ in errors["different calls"]]
-    noticed = "OutOfStepError: {}: rank {} of the job makes another call than this rank (it waits in {})"
-    where = ["unshard", "handshake", "unshard"]
-    pairs = [(rank, other) for rank in range(3) for other in range(3) if where[rank] != where[other]]
-    first = [noticed.format(where[rank], other, where[other]) for rank, other in pairs]
-    assert any(text.startswith(tuple(first)) for text in texts), texts
-    assert all(f"Error: {here}: " in text for here, text in zip(where, texts, strict=True)), texts
-
-
-def test_one_rank_does_not_use_what_it_has_unsharded(errors: dict[Any, list[tuple[str, str, float]]]) -> None:
-    for rank, (kind, message, _) in enumerate(errors["unused"]):
-        if rank == 1:
-            assert kind == "nothing", message
-        else:
-            assert kind == "RuntimeError" and message.startswith("the backward of unshard: rank(s) [1"), message
+@pytest.fixture
+def errors(started: Callable[[], Errors]) -> Errors:
+    """The errors of the ranks in each case. Every case waits for the timeout: all of them at the same time, and while
+    the first tests of the file run."""
+    return started()
 
 
 @on_ranks
@@ -355,11 +335,6 @@ def wait_between_gpus(world: ProcessGroup) -> tuple[str, str, float]:
         return error_of(lambda: attend(group=world))
 
 
-def test_a_rank_is_missing_in_a_handshake_between_gpus(errors: dict[Any, list[tuple[str, str, float]]]) -> None:
-    kind, message, _ = errors["between GPUs"][0]
-    assert kind == "RuntimeError" and "handshake: rank(s) [1] of the job did not arrive" in message, message
-
-
 @on_ranks
 def error_that_nobody_waits_for(group: ProcessGroup, port: int) -> tuple[str, str, float]:
     """Rank 1 raises in its first call, and no other rank makes a call."""
@@ -375,3 +350,37 @@ def error_that_nobody_waits_for(group: ProcessGroup, port: int) -> tuple[str, st
 def test_an_error_is_shown_soon_though_no_other_rank_comes(own: OwnPool) -> None:
     kind, message, seconds = own.pool.run(2, error_that_nobody_waits_for, own.port)[1]
     assert kind == "ValueError" and "layout" in message and seconds < 20
+
+
+@pytest.mark.parametrize(("name", "ready"), RAISES)
+def test_one_rank_raises_in_a_constructor(errors: Errors, name: str, ready: bool) -> None:
+    for rank, (kind, message, _) in enumerate(errors[name, ready]):
+        if rank == 1:
+            assert kind == "ValueError", message
+            continue
+        assert kind == "RuntimeError" and "look for an earlier error" in message, message
+        # On a busy machine, rank 2 may be late too.
+        assert re.search(r"rank\(s\) \[1\b", message) or (ready and name not in ("handshake", "init_mesh")), message
+
+
+def test_ranks_make_different_calls(errors: Errors) -> None:
+    texts = [f"{kind}: {message}" for kind, message, _ in errors["different calls"]]
+    noticed = "OutOfStepError: {}: rank {} of the job makes another call than this rank (it waits in {})"
+    where = ["unshard", "handshake", "unshard"]
+    pairs = [(rank, other) for rank in range(3) for other in range(3) if where[rank] != where[other]]
+    first = [noticed.format(where[rank], other, where[other]) for rank, other in pairs]
+    assert any(text.startswith(tuple(first)) for text in texts), texts
+    assert all(f"Error: {here}: " in text for here, text in zip(where, texts, strict=True)), texts
+
+
+def test_one_rank_does_not_use_what_it_has_unsharded(errors: Errors) -> None:
+    for rank, (kind, message, _) in enumerate(errors["unused"]):
+        if rank == 1:
+            assert kind == "nothing", message
+        else:
+            assert kind == "RuntimeError" and message.startswith("the backward of unshard: rank(s) [1"), message
+
+
+def test_a_rank_is_missing_in_a_handshake_between_gpus(errors: Errors) -> None:
+    kind, message, _ = errors["between GPUs"][0]
+    assert kind == "RuntimeError" and "handshake: rank(s) [1] of the job did not arrive" in message, message
