@@ -21,7 +21,7 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 23):
 from ..verification import VerificationError, VerificationReport
 from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
-from .logits import token_log_probs
+from .losses.logits import token_log_probs
 from .patch import parallelize, restore
 from .verification.run import verify
 

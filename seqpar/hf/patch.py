@@ -24,8 +24,9 @@ from ..memory.switches import layers_of
 from ..patching.forwards import replace_forward
 from ..placement.strategies import StrategyName, StrategyOptions, resolve
 from ..ranks.mesh import all_ranks_group, size_of
-from . import forward
-from .attention import (
+from .batch import BatchLayout
+from .calls import forward
+from .calls.attention import (
     attention_forward,
     compare_masks,
     full_mask_in_layer,
@@ -35,16 +36,15 @@ from .attention import (
     scale_of,
     structure,
 )
-from .batch import BatchLayout
-from .full_batch import before_text_model
-from .indexers import replace_indexers
-from .key_values import disable_latent_kv, enable_latent_kv
-from .loss import replace_loss_function, replace_router_loss, restore_loss_function
-from .mixers import replace_mixers
-from .per_rank import call
+from .calls.full_batch import before_text_model
+from .calls.per_rank import call
+from .inspection.support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
+from .inspection.trial import Trial
+from .losses.loss import replace_loss_function, replace_router_loss, restore_loss_function
+from .mechanisms.indexers import replace_indexers
+from .mechanisms.key_values import disable_latent_kv, enable_latent_kv
+from .mechanisms.mixers import replace_mixers
 from .state import NAME, OWNER, Batches, Outputs, Patch, Settings, patch_of
-from .support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
-from .trial import Trial
 from .verification.monitoring import verify_while_training
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """Mixers and attention to chosen keys of one layer on one rank as a timeline.
 
 A mixer sends what ``seqpar.mixers`` sends: the all-to-alls of ``by_heads`` run here with tensors without data, and the
-plans of ``halo`` and ``by_states`` say which rows are sent. An indexer sends what ``seqpar/hf/indexers.py`` sends.
+plans of ``halo`` and ``by_states`` say which rows are sent. An indexer sends what
+``seqpar/hf/mechanisms/indexers.py`` sends.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ def make_batch(how: str, causal: bool, model: Any) -> dict[str, Tensor]:
         valid = index >= pad if how == "left" else index < length - pad
         predicted = index >= pad + causal if how == "left" else valid
         batch.update(attention_mask=valid.long(), labels=labels.masked_fill(~predicted, -100))
-    parameters = seqpar.hf.support.parameters_of(model)
+    parameters = seqpar.hf.inspection.support.parameters_of(model)
     for name in ("token_type_ids", "mm_token_type_ids"):
         if name in parameters and causal and hasattr(model.config, "vision_config"):
             # In PaliGemma the tokens of type 0 see one another. In the other models these are text.
@@ -363,7 +363,7 @@ def one_process(model: Any, batch: dict[str, Tensor], causal: bool) -> float:
     """
     rest = {k: v for k, v in batch.items() if k != "position_ids"}
     edges = _BOUNDARIES if "position_ids" in batch else [0, batch["input_ids"].shape[1]]
-    cache = {"use_cache": False} if "use_cache" in seqpar.hf.support.parameters_of(model) else {}
+    cache = {"use_cache": False} if "use_cache" in seqpar.hf.inspection.support.parameters_of(model) else {}
     counted = [int((batch["labels"][:, a + causal : b] != -100).sum()) for a, b in pairwise(edges)]
     total = 0.0
     for (a, b), items in zip(pairwise(edges), counted, strict=True):

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.logits import MissingLogits
+from seqpar.hf.losses.logits import MissingLogits
 
 from ..engines.engine import full_weights, initialize, needs_deepspeed, start_deepspeed
 from ..pool import Pool, mesh_of, on_ranks

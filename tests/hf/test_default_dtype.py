@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.loss import _router_sums
+from seqpar.hf.losses.loss import _router_sums
 
 from ..core.test_device_context import default
 from ..pool import Pool, on_ranks

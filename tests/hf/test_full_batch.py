@@ -19,7 +19,7 @@ import transformers
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.logits import MissingLogits
+from seqpar.hf.losses.logits import MissingLogits
 
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_close

@@ -21,7 +21,7 @@ import seqpar
 import seqpar.hf
 from seqpar import decoding
 from seqpar.comm.trace import trace
-from seqpar.hf import generate
+from seqpar.hf.calls import generate
 from seqpar.kernels import BackendName
 from seqpar.placement.layout import Layout
 

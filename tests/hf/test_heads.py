@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.logits import MissingLogits
+from seqpar.hf.losses.logits import MissingLogits
 
 from ..pool import Pool, on_ranks
 from .test_compose import all_ranks, shard_fully

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 import seqpar.hf
 from seqpar import Mask
-from seqpar.hf import indexers
+from seqpar.hf.mechanisms import indexers
 from seqpar.planner.memory import Switches
 from seqpar.planner.model import model_of as plan_model
 from seqpar.planner.setting import Setting

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.logits import fused_cross_entropy
+from seqpar.hf.losses.logits import fused_cross_entropy
 
 from ..live_bytes import LiveBytes
 from ..pool import Pool, on_ranks

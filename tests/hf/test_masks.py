@@ -23,8 +23,8 @@ from transformers.masking_utils import (
 import seqpar
 import seqpar.hf
 from seqpar import Mask
-from seqpar.hf import attention as hf_attention
-from seqpar.hf.attention import mask_of_function
+from seqpar.hf.calls import attention as hf_attention
+from seqpar.hf.calls.attention import mask_of_function
 
 from ..pool import Pool, on_ranks
 from .workers import Result, check_loss, check_step, trained

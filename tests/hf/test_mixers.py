@@ -22,8 +22,8 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 import seqpar.hf
-from seqpar.hf import mixers
-from seqpar.hf.forward import _say_documents_are_apart
+from seqpar.hf.calls.forward import _say_documents_are_apart
+from seqpar.hf.mechanisms import mixers
 from seqpar.placement.layout import LayoutName, TokenLayout
 from seqpar.strategies.auto import sends_states
 

@@ -24,10 +24,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.key_values import has_latent_kv
-from seqpar.hf.logits import LazyLogits, MissingLogits
+from seqpar.hf.inspection.trial import run_trial
+from seqpar.hf.losses.logits import LazyLogits, MissingLogits
+from seqpar.hf.mechanisms.key_values import has_latent_kv
 from seqpar.hf.state import NAME
-from seqpar.hf.trial import run_trial
 
 from ..pool import Pool, on_ranks
 from .workers import (

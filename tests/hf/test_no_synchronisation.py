@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqpar
 import seqpar.hf
-from seqpar.hf import forward
-from seqpar.hf import loss as loss_of_ranks
 from seqpar.hf.batch import Cut, shard_for_rank
+from seqpar.hf.calls import forward
+from seqpar.hf.losses import loss as loss_of_ranks
 
 from ..fake_cuda import fake_cuda
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu

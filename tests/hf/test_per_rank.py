@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import seqpar
 import seqpar.hf
 from seqpar.hf.accelerate import _needs_per_rank_batches
-from seqpar.hf.logits import MissingLogits
+from seqpar.hf.losses.logits import MissingLogits
 
 from ..live_bytes import LiveBytes
 from ..pool import OwnPool, Pool, limit_waits, mesh_of, on_ranks, start

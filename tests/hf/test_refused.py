@@ -33,8 +33,8 @@ from transformers.masking_utils import (
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.attention import no_mask
 from seqpar.hf.batch import Cut, shard_for_rank
+from seqpar.hf.calls.attention import no_mask
 from seqpar.ranks.rendezvous import missing_message
 
 from ..pool import Pool, on_ranks

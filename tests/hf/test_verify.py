@@ -20,7 +20,7 @@ import transformers
 import seqpar
 import seqpar.hf
 from seqpar.hf import VerificationError
-from seqpar.hf import attention as hf_attention
+from seqpar.hf.calls import attention as hf_attention
 from seqpar.hf.state import patch_of
 from seqpar.hf.verification import run
 from seqpar.hf.verification.recording import PinnedExperts

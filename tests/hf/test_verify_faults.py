@@ -23,10 +23,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import seqpar
 import seqpar.hf
 from seqpar.hf import VerificationReport
-from seqpar.hf import attention as hf_attention
 from seqpar.hf import batch as hf_batch
-from seqpar.hf import loss as hf_loss
-from seqpar.hf.loss import TokenLoss
+from seqpar.hf.calls import attention as hf_attention
+from seqpar.hf.losses import loss as hf_loss
+from seqpar.hf.losses.loss import TokenLoss
 from seqpar.hf.state import forwards
 from seqpar.masks.mask import Mask
 from seqpar.strategies.attend import attend

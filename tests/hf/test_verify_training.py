@@ -19,7 +19,7 @@ import transformers
 import seqpar
 import seqpar.hf
 from seqpar.hf import VerificationError, VerificationReport
-from seqpar.hf import attention as hf_attention
+from seqpar.hf.calls import attention as hf_attention
 from seqpar.hf.state import patch_of
 from seqpar.hf.verification.monitoring import foreign_code
 

@@ -18,7 +18,7 @@ import seqpar
 from seqpar import Mask, Sharding
 from seqpar.comm.collectives import start_all_to_all
 from seqpar.comm.waiting import Pending
-from seqpar.hf.mixers import _FUNCTIONS
+from seqpar.hf.mechanisms.mixers import _FUNCTIONS
 from seqpar.placement.layout import LAYOUTS
 from seqpar.planner.layer import RankTimeline
 from seqpar.planner.memory import Switches, layer_activations
@@ -267,7 +267,7 @@ def test_bytes_are_those_that_the_runtime_counts(
     world: int, kind: str, states: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ranks with heads of their own, with shared groups, and without heads, in splits over a ring too."""
-    for file in ("hf.mixers", "planner.mixer_layer"):
+    for file in ("hf.mechanisms.mixers", "planner.mixer_layer"):
         monkeypatch.setattr(f"seqpar.{file}.sends_states", lambda *_: states)
     for module in ("row_exchange", "head_exchange"):
         monkeypatch.setattr(f"seqpar.strategies.{module}.start_all_to_all", all_to_all)

@@ -18,11 +18,11 @@ from ...masks.mask import Mask
 from ...masks.rules import document_boundaries
 from ...placement.layout import LAYOUTS, shard_positions
 from ...verification import Difference
-from ..attention import window_and_chunk
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchSpec, tokens_of
-from ..full_batch import has_more_than_text, merges, without_image_positions
+from ..calls.attention import window_and_chunk
+from ..calls.full_batch import has_more_than_text, merges, without_image_positions
+from ..inspection.support import parameters_of, pools_last_token, predicts_in_place
 from ..state import Patch
-from ..support import parameters_of, pools_last_token, predicts_in_place
 from .recording import Place, Recording
 
 # Probable causes, by the quantity that differs first. The attention's are found by ``_explain_attention``.

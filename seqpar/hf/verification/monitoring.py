@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from ...base.settings import number
 from ...verification import Difference, VerificationError, VerificationReport, exchange, tolerance_of
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
+from ..inspection.support import parameters_of
 from ..state import Patch
-from ..support import parameters_of
 from .comparison import FullBatch
 from .recording import LIBRARIES, unsharded_parameters
 from .run import verify

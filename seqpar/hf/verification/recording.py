@@ -28,15 +28,15 @@ from ...layers.gradients import is_flattened
 from ...patching.replaced import replaced
 from ...ranks.rendezvous import group_timeout
 from ...verification import StepResult, unchanged
-from ..attention import scale_of
-from ..indexers import indexers
-from ..key_values import has_latent_kv, recorded_expansion
-from ..loss import restore_loss_function
-from ..mixers import documents_apart
-from ..per_rank import on_this_rank
+from ..calls.attention import scale_of
+from ..calls.per_rank import on_this_rank
+from ..inspection.support import attention_layers, parameters_of, text_model
+from ..inspection.trial import replaced_interface
+from ..losses.loss import restore_loss_function
+from ..mechanisms.indexers import indexers
+from ..mechanisms.key_values import has_latent_kv, recorded_expansion
+from ..mechanisms.mixers import documents_apart
 from ..state import Patch, Settings
-from ..support import attention_layers, parameters_of, text_model
-from ..trial import replaced_interface
 
 # The libraries whose modules are known to work with this package.
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")

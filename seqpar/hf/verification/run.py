@@ -38,10 +38,10 @@ from ...verification import (
     trainable,
 )
 from ..batch import checksum
-from ..loss import reduce_over_ranks
+from ..inspection.support import attention_layers
+from ..inspection.trial import attend_to_own_token
+from ..losses.loss import reduce_over_ranks
 from ..state import NAME, Patch, patch_of
-from ..support import attention_layers
-from ..trial import attend_to_own_token
 from .comparison import FullBatch, compare_inputs, compare_tensors
 from .recording import (
     PinnedExperts,

@@ -25,12 +25,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..masks.mask import Mask
-from ..patching.replaced import replaced
-from ..sharding.sharding import Sharding
-from ..sharding.spec import AttentionSpec
-from ..strategies.attend import attend
-from .state import Patch
+from ...masks.mask import Mask
+from ...patching.replaced import replaced
+from ...sharding.sharding import Sharding
+from ...sharding.spec import AttentionSpec
+from ...strategies.attend import attend
+from ..state import Patch
 
 _METHOD = "expand_kv"
 _SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")

@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from ..patching.replaced import replaced
-from ..patching.substitutes import own_token, tensors_of
+from ...patching.replaced import replaced
+from ...patching.substitutes import own_token, tensors_of
+from ..mechanisms.key_values import expand, has_latent_kv
+from ..mechanisms.mixers import tokenwise_mixers
 from .cheap import TokenwiseFunctions, configs, run_one_of_each_kind, substitutes
 from .indexer_trial import check_indices, choose_own_tokens
-from .key_values import expand, has_latent_kv
-from .mixers import tokenwise_mixers
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
 _SHIFT = 3  # by how many tokens the last row is shifted

@@ -24,12 +24,12 @@ from transformers.masking_utils import (
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..memory.weights import CACHE_ARGUMENTS
-from ..patching.forwards import runs_of
+from ...memory.weights import CACHE_ARGUMENTS
+from ...patching.forwards import runs_of
+from ..mechanisms.indexers import has_indexer
+from ..mechanisms.mixers import of_mixer_files
+from ..state import NAME
 from .indexer_trial import UnsupportedIndexerError
-from .indexers import has_indexer
-from .mixers import of_mixer_files
-from .state import NAME
 from .trial import Loss, Trial, function_of, run_trial
 
 # The functions of transformers that are replaced, and that compute softmax attention with the mask of the model.

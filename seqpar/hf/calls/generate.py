@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..comm.handshake import Fingerprint, all_gather_header
-from ..decoding import GrowingBuffer, attend_to_cached
-from ..kernels.base import Score
-from ..masks.mask import Mask, layer_mask
-from ..placement.heads import Heads
-from ..sharding.spec import AttentionSpec
-from .batch import checksum
+from ...comm.handshake import Fingerprint, all_gather_header
+from ...decoding import GrowingBuffer, attend_to_cached
+from ...kernels.base import Score
+from ...masks.mask import Mask, layer_mask
+from ...placement.heads import Heads
+from ...sharding.spec import AttentionSpec
+from ..batch import checksum
+from ..inspection.support import cache_of, parameters_of, recomputes
+from ..mechanisms.key_values import storing_layer
+from ..state import DecodeShard, FullCall, Patch
 from .full_batch import shard_call
-from .key_values import storing_layer
-from .state import DecodeShard, FullCall, Patch
-from .support import cache_of, parameters_of, recomputes
 
 _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
 

@@ -19,17 +19,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..base.checks import no_compile
-from ..layers.gradients import refuse_shards
-from ..masks.rules import Documents
-from ..memory.zero import is_hook_of_zero_3
-from ..patching.forwards import replace_forward, replaced_by, restore_forward
-from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
-from .generate import shard_generation
-from .logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
-from .loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
-from .state import NAME, OWNER, Forward, Patch, forwards, pop_forward, push_forward
-from .support import (
+from ...base.checks import no_compile
+from ...layers.gradients import refuse_shards
+from ...masks.rules import Documents
+from ...memory.zero import is_hook_of_zero_3
+from ...patching.forwards import replace_forward, replaced_by, restore_forward
+from ..inspection.support import (
     cache_of,
     check_adapters,
     computes_cross_entropy,
@@ -38,6 +33,11 @@ from .support import (
     predicts_in_place,
     recomputes,
 )
+from ..losses.logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
+from ..losses.loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
+from ..state import NAME, OWNER, Forward, Patch, forwards, pop_forward, push_forward
+from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
+from .generate import shard_generation
 
 _log = logging.getLogger("seqpar")
 _ROPE_TYPES = ("dynamic", "longrope")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .indexers import IndexedMask, has_indexer, hidden_states_of, run_indexer
+from ..mechanisms.indexers import IndexedMask, has_indexer, hidden_states_of, run_indexer
 
 
 class UnsupportedIndexerError(ValueError):

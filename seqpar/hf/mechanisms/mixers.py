@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..base.checks import no_compile
-from ..masks.mask import Mask
-from ..mixers import by_heads, by_states, halo
-from ..patching.replaced import replaced, replaced_in
-from ..patching.running import Running
-from ..sharding.sharding import Sharding
-from ..strategies.auto import sends_halo, sends_states
-from .batch import BatchShard
-from .state import Patch, forwards
+from ...base.checks import no_compile
+from ...masks.mask import Mask
+from ...mixers import by_heads, by_states, halo
+from ...patching.replaced import replaced, replaced_in
+from ...patching.running import Running
+from ...sharding.sharding import Sharding
+from ...strategies.auto import sends_halo, sends_states
+from ..batch import BatchShard
+from ..state import Patch, forwards
 
 Original = Callable[..., Any]
 _STATE_BYTES = 4  # of an element of a recurrent state, in float32

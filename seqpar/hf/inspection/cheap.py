@@ -21,9 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ..patching.replaced import replaced
-from ..patching.substitutes import count, is_quantized, linear, restored, substitute
-from .state import NAME
+from ...patching.replaced import replaced
+from ...patching.substitutes import count, is_quantized, linear, restored, substitute
+from ..state import NAME
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

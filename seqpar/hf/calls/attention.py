@@ -30,16 +30,16 @@ from transformers.masking_utils import (
     remap_positions_for_packed_sequence,
 )
 
-from ..base.checks import check_inputs, no_compile
-from ..masks.mask import LayerMask, Mask, layer_mask
-from ..sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
-from ..strategies.attend import attend
-from .batch import BatchShard
+from ...base.checks import check_inputs, no_compile
+from ...masks.mask import LayerMask, Mask, layer_mask
+from ...sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
+from ...strategies.attend import attend
+from ..batch import BatchShard
+from ..inspection.support import text_model
+from ..mechanisms.indexers import IndexedMask, attend_to_chosen
+from ..mechanisms.key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
+from ..state import DecodeShard, Forward, Patch, Settings, forwards, shards_text_model
 from .generate import decode
-from .indexers import IndexedMask, attend_to_chosen
-from .key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
-from .state import DecodeShard, Forward, Patch, Settings, forwards, shards_text_model
-from .support import text_model
 
 MaskFunction = Callable[..., Any]
 WITHOUT_HOOKS = (

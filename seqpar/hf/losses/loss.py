@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_leaves
 
-from ..base.checks import no_compile
-from ..comm.collectives import all_gather, run, sum_shards
-from ..layers.loss import AllReduceSum
-from ..patching.replaced import replaced_in
-from ..ranks.mesh import size_of
-from .batch import IGNORE_INDEX, BatchShard
+from ...base.checks import no_compile
+from ...comm.collectives import all_gather, run, sum_shards
+from ...layers.loss import AllReduceSum
+from ...patching.replaced import replaced_in
+from ...ranks.mesh import size_of
+from ..batch import IGNORE_INDEX, BatchShard
+from ..inspection.support import default_loss
+from ..state import Forward, Patch, forwards
 from .logits import LazyLogits, summed_cross_entropy
-from .state import Forward, Patch, forwards
-from .support import default_loss
 
 WHOLE = "_seqpar_whole"  # an attribute of logits of all tokens, in the outputs of a model
 _ROUTER_LOSS = "load_balancing_loss_func"

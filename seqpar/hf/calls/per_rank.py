@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from ..base.checks import no_compile
-from ..comm.collectives import all_gather, start_all_to_all
-from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
-from ..patching.replaced import replaced
-from .batch import BOUNDARY_NAMES, tokens_of
+from ...base.checks import no_compile
+from ...comm.collectives import all_gather, start_all_to_all
+from ...comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
+from ...patching.replaced import replaced
+from ..batch import BOUNDARY_NAMES, tokens_of
+from ..inspection.support import parameters_of
+from ..losses.logits import MissingLogits
+from ..mechanisms.key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
+from ..state import NAME, FullCall, Patch
 from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, has_streams, merges, shard_call
-from .key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
-from .logits import MissingLogits
-from .state import NAME, FullCall, Patch
-from .support import parameters_of
 
 # Scalar outputs. Each rank computes the part of its own tokens; the output is the sum of the ranks' parts.
 _PARTIAL_SUMS = ("loss", "aux_loss")

@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import LOSS_MAPPING
 
-from ..base.checks import no_compile
-from ..masks.mask import Mask
-from ..memory.weights import CACHE_ARGUMENTS
-from ..sharding.same_rows import check_every
-from .batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_for_rank, shard_over
-from .logits import LazyLogits, MissingLogits
-from .loss import WHOLE, all_gather_tokens, join_tiles, plain, reduce_over_ranks
-from .state import Forward, FullCall, Patch, forwards, shards_text_model
-from .support import cache_of, parameters_of, pools_last_token, text_model
+from ...base.checks import no_compile
+from ...masks.mask import Mask
+from ...memory.weights import CACHE_ARGUMENTS
+from ...sharding.same_rows import check_every
+from ..batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_for_rank, shard_over
+from ..inspection.support import cache_of, parameters_of, pools_last_token, text_model
+from ..losses.logits import LazyLogits, MissingLogits
+from ..losses.loss import WHOLE, all_gather_tokens, join_tiles, plain, reduce_over_ranks
+from ..state import Forward, FullCall, Patch, forwards, shards_text_model
 
 # The ranks compare their batches in the first 4 calls, and then in every 64th call.
 _CHECKED_FIRST, _CHECKED_EVERY = 4, 64

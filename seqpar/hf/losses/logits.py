@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ..memory.weights import Weights
-from ..patching.replaced import replaced
-from .batch import IGNORE_INDEX
-from .state import patch_of
-from .support import pools_last_token, predicts_in_place
+from ...memory.weights import Weights
+from ...patching.replaced import replaced
+from ..batch import IGNORE_INDEX
+from ..inspection.support import pools_last_token, predicts_in_place
+from ..state import patch_of
 
 _CHUNK_BYTES = 128 << 20
 LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities

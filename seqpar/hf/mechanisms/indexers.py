@@ -29,20 +29,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..base.cache import cached_tensors, upload
-from ..base.checks import no_compile
-from ..comm.collectives import sum_shards
-from ..comm.waiting import operation
-from ..masks.mask import LayerMask, Mask, layer_mask
-from ..memory.weights import CACHE_ARGUMENTS
-from ..patching.forwards import replace_forward
-from ..patching.running import Running
-from ..placement.layout import TokenLayout
-from ..sharding.sharding import Sharding
-from ..sharding.shards import local_shard
-from .batch import BatchShard
+from ...base.cache import cached_tensors, upload
+from ...base.checks import no_compile
+from ...comm.collectives import sum_shards
+from ...comm.waiting import operation
+from ...masks.mask import LayerMask, Mask, layer_mask
+from ...memory.weights import CACHE_ARGUMENTS
+from ...patching.forwards import replace_forward
+from ...patching.running import Running
+from ...placement.layout import TokenLayout
+from ...sharding.sharding import Sharding
+from ...sharding.shards import local_shard
+from ..batch import BatchShard
+from ..state import OWNER, Patch
 from .key_values import has_expansion, plain_weight
-from .state import OWNER, Patch
 
 _ELEMENTS = 1 << 25  # of the largest tensor that is computed at a time
 MaskOf = Callable[[nn.Module, BatchShard], Mask]  # the mask of a layer

@@ -1,0 +1,1 @@
+"""What a model computes from what, found by runs on a few tokens, and whether it is supported."""
