@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import combinations, count
 from math import comb
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..patching.substitutes import is_quantized, linear, own_token, restored, substitute, tensors_of
+from ..patching.substitutes import own_token, substitute, substituted, tensors_of
 from .foreign import modules_of
 from .plans import Across, Plan
 
@@ -156,22 +155,12 @@ class Trial:
             self._running.pop()
             self.see(output, module)
 
-        with restored(self.model), torch.compiler.set_stance("force_eager"):
-            shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
+        def of(x: Tensor, is_parameter: bool) -> Tensor:
+            return substitute(x, device, x.dtype) if is_parameter else x.clone().to(device)
+
+        with substituted(self.model, of, self._keeps), torch.compiler.set_stance("force_eager"):
             for module in self.model.modules():
-                for name, p in module._parameters.items():
-                    if p is not None:
-                        module._parameters[name] = shared.setdefault(id(p), substitute(p, device, p.dtype))  # type: ignore[assignment]
-                for name, b in module._buffers.items():
-                    if b is not None:
-                        module._buffers[name] = shared.setdefault(id(b), b.clone().to(device))
-                if is_quantized(module):
-                    features: Any = module.out_features
-                    vars(module)["forward"] = partial(linear, features=features)
                 vars(module)["_compiled_call_impl"] = None
-                for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                    for key in [key for key, hook in hooks.items() if not self._keeps(hook)]:
-                        del hooks[key]
                 module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
                 module.register_forward_hook(after, prepend=True)
             yield

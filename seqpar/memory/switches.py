@@ -9,7 +9,7 @@ from typing import Literal, TypeVar, get_args
 from torch import nn
 
 from ..base.checks import check_bool, check_choice, check_int, check_module
-from ..patching.forwards import is_replaced, refuse_replaced, restore_forward
+from ..patching.forwards import is_replaced, restore_forward
 from .head_groups import group_heads
 from .layers import Chain, checkpoint_layer
 from .tiles import tile_mlp
@@ -135,11 +135,7 @@ def restore(model: Model) -> Model:
     Raises:
         ValueError: something has replaced the forward of a changed module since.
     """
-    changed = [module for module in model.modules() if is_replaced(module, OWNER)]
-    for module in changed:
-        refuse_replaced(module)
-    for module in changed:
-        restore_forward(module, OWNER)
+    restore_forward(OWNER, *model.modules())
     return model
 
 

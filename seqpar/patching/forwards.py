@@ -14,40 +14,33 @@ Run = Callable[..., Any]
 
 
 def replace_forward(module: nn.Module, owner: str, run: Run, name: str = "forward") -> Callable[[], None]:
-    """Make ``module.forward(...)`` call ``run(module, forward, ...)``. ``forward`` is what it was before.
+    """Make ``module.forward(...)`` call ``run(module, forward, ...)``, and return what undoes it.
 
-    The module's hooks, parameters and names do not change. A copy of the module is replaced in the same way. If the
-    forward is replaced already, ``run`` goes around the earlier ``run``.
+    ``forward`` is what it was before; a second run goes around the first one. The module's hooks, parameters and names
+    do not change. A copy of the module is replaced in the same way. Accelerate and diffusers put their hooks around a
+    forward, and put the forward that they found back to remove them: ``run`` goes inside of hooks that are there.
 
-    Accelerate and diffusers put their hooks around a forward, and put the forward that they found back to remove them.
-    ``run`` is therefore put inside of the hooks that are there already.
-
-    Args:
-        module: the module.
-        owner: who replaces it, such as "seqpar.memory". ``restore_forward`` takes away what one owner has set.
-        run: what the module computes.
-        name: another method to replace, such as ``_call_impl``, which runs the hooks and the forward.
-
-    Returns:
-        ``restore_forward`` of this module, owner and method.
+    ``owner`` is who replaces it, such as "seqpar.memory". ``name`` may be another method that is looked up in the
+    instance: ``_call_impl``, which runs the hooks and the forward.
     """
-    refuse_replaced(module, name)
+    _refuse_replaced(module, name)
     place, key = next(_our_slots(module, name), None) or _inner_slot(module, name)
     _set(module, name, place, key, (*runs_of(place.get(key)), (owner, run)))
-    return partial(restore_forward, module, owner, name)
+    return partial(restore_forward, owner, module, name=name)
 
 
-def restore_forward(module: nn.Module, owner: str, name: str = "forward") -> None:
-    """Take away what ``owner`` has set by ``replace_forward``, if it has. What other owners have set stays.
+def restore_forward(owner: str, *modules: nn.Module, name: str = "forward") -> None:
+    """Take away what ``owner`` has set by ``replace_forward``, in those modules where it has. What others set stays.
 
     Raises:
-        ValueError: something has replaced the forward since.
+        ValueError: something has replaced one of the forwards since. Nothing has changed then.
     """
-    if not is_replaced(module, owner, name):
-        return
-    refuse_replaced(module, name)
-    place, key = next(_our_slots(module, name))
-    _set(module, name, place, key, tuple(run for run in runs_of(place[key]) if run[0] != owner))
+    changed = [module for module in modules if is_replaced(module, owner, name)]
+    for module in changed:
+        _refuse_replaced(module, name)
+    for module in changed:
+        place, key = next(_our_slots(module, name))
+        _set(module, name, place, key, tuple(run for run in runs_of(place[key]) if run[0] != owner))
 
 
 def is_replaced(module: nn.Module, owner: str, name: str = "forward") -> bool:
@@ -55,8 +48,7 @@ def is_replaced(module: nn.Module, owner: str, name: str = "forward") -> bool:
     return owner in vars(module).get(_kept(name), (None, ()))[1]
 
 
-def refuse_replaced(module: nn.Module, name: str = "forward") -> None:
-    """Raise if something has replaced the forward since ``replace_forward``."""
+def _refuse_replaced(module: nn.Module, name: str) -> None:
     if by := replaced_by(module, name):
         owners = " and ".join(dict.fromkeys(vars(module)[_kept(name)][1]))
         raise ValueError(
@@ -68,15 +60,14 @@ def replaced_by(module: nn.Module, name: str = "forward") -> str | None:
     """What has replaced the forward since ``replace_forward``; None if nothing has."""
     if _kept(name) not in vars(module) or any(_our_slots(module, name)):
         return None
-    outer, inner = None, getattr(module, name)
+    outer = inner = getattr(module, name)
     while inner is not None and not runs_of(inner):
         outer, inner = inner, _inside(inner)
-    if inner is None:
-        return name_of(outer)
-    # A decorator around ours has its name. The code tells its own.
-    function: Any = outer.func if isinstance(outer, partial) else getattr(outer, "__func__", outer)
-    code = function.__code__
-    return f"{function.__globals__['__name__']}.{getattr(code, 'co_qualname', code.co_name)}"
+    function = getattr(outer, "func", getattr(outer, "__func__", outer))
+    if inner is None or not hasattr(function, "__code__"):
+        return name_of(function)
+    # A decorator around ours has taken its name. The code has its own.
+    return f"{function.__globals__['__name__']}.{function.__code__.co_name}"
 
 
 def function_of(forward: Any) -> Any:

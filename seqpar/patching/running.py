@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 T = TypeVar("T")
+Enter = Callable[[Any], AbstractContextManager[Any]]
 
 
 class Running(threading.local, Generic[T]):
@@ -50,21 +51,12 @@ class Running(threading.local, Generic[T]):
         finally:
             self.pop(owner)
 
-    def recomputed(
-        self,
-        modules: Iterable[nn.Module],
-        undo: ExitStack,
-        enter: Callable[[Any], AbstractContextManager[Any]] | None = None,
-    ) -> None:
-        """Let the blocks that ``modules`` compute again in backward run with the value that ran in forward.
+    def recomputed(self, modules: Iterable[nn.Module], undo: ExitStack, enter: Enter | None = None) -> None:
+        """Let the blocks that ``modules`` compute again in backward run in ``enter(x)``, by default in ``self(x)``.
 
-        Gradient checkpointing of transformers and diffusers, and PyTorch's ``checkpoint_wrapper``, keep in an attribute
-        of a module the function that computes a block again. It may have been set since the last call.
-
-        Args:
-            modules: the modules.
-            undo: puts the functions back.
-            enter: the context with a value, by default this object.
+        ``x`` is what ran in forward. Gradient checkpointing of transformers and diffusers, and PyTorch's
+        ``checkpoint_wrapper``, keep in an attribute of a module the function that computes a block again. It may have
+        been set since the last call. ``undo`` puts it back.
         """
         for module in modules:
             name = "checkpoint_fn" if isinstance(module, CheckpointWrapper) else "_gradient_checkpointing_func"
@@ -73,7 +65,7 @@ class Running(threading.local, Generic[T]):
                 vars(module)[name] = run = self._entering(checkpoint, enter or self)
                 undo.callback(_restore, vars(module), name, run, checkpoint)
 
-    def _entering(self, checkpoint: Callable[..., Any], enter: Callable[[Any], AbstractContextManager[Any]]) -> Any:
+    def _entering(self, checkpoint: Callable[..., Any], enter: Enter) -> Any:
         def run(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             x = self.now
 

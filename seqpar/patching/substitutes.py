@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +14,35 @@ from torch import Tensor, nn
 _SMALL = 1 << 16  # parameters of at most so many elements are replaced by contiguous tensors
 
 
-@contextmanager
-def restored(root: nn.Module) -> Iterator[None]:
-    """After the block, the modules have the attributes, hooks, parameters and buffers that they had before."""
-    with ExitStack() as stack:
-        for module in root.modules():
-            for attributes in (vars(module), *(x for x in vars(module).values() if type(x) in (dict, OrderedDict))):
-                stack.callback(_set_entries, attributes, dict(attributes))
-        yield
-
-
 def _set_entries(attributes: dict[str, Any], values: dict[str, Any]) -> None:
     attributes.clear()
     attributes.update(values)
+
+
+@contextmanager
+def substituted(
+    root: nn.Module, of: Callable[[Tensor, bool], Tensor], keeps: Callable[[Any], bool] = lambda hook: False
+) -> Iterator[None]:
+    """In the block, ``of(x, is_parameter)`` replaces each tensor of the modules, and only hooks that ``keeps`` run.
+
+    After the block, the modules have the attributes, hooks, parameters and buffers that they had before.
+    """
+    with ExitStack() as stack:
+        shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
+        for module in root.modules():
+            for attributes in (vars(module), *(x for x in vars(module).values() if type(x) in (dict, OrderedDict))):
+                stack.callback(_set_entries, attributes, dict(attributes))
+            stores: tuple[dict[str, Any], dict[str, Any]] = module._parameters, module._buffers
+            for store in stores:
+                for name, x in store.items():
+                    if x is not None:
+                        store[name] = shared.setdefault(id(x), of(x, store is stores[0]))
+            if is_quantized(module):
+                vars(module)["forward"] = partial(linear, features=cast(int, module.out_features))
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if not keeps(hook)]:
+                    del hooks[key]
+        yield
 
 
 def substitute(x: Tensor, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:

@@ -77,8 +77,8 @@ def test_a_replaced_forward(before: Callable[[Any], None] | None) -> None:
     if before is not diffusers_hook:  # whose copies call the original
         twin.factor = 0.0  # a copy calls its own forward
         assert twin(1.0, add=1.0) == 4.0
-        restore_forward(twin, "b")
-        restore_forward(twin, "a")
+        restore_forward("b", twin)
+        restore_forward("a", twin)
         assert twin(1.0, add=1.0) == 1.0 and set(vars(twin)) == attributes
 
 

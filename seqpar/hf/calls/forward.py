@@ -57,7 +57,7 @@ def wrap_forward(model: nn.Module) -> None:
 
 def unwrap_forward(model: nn.Module) -> None:
     if replaced_by(model) is None:  # otherwise it stays inside of another package's, where it does nothing
-        restore_forward(model, OWNER)
+        restore_forward(OWNER, model)
 
 
 def _run_hooks(model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

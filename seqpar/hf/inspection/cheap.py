@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from ...patching.replaced import replaced
-from ...patching.substitutes import count, is_quantized, linear, restored, substitute
+from ...patching.substitutes import count, is_quantized, linear, substitute, substituted
 from ..state import NAME
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -35,24 +35,15 @@ def substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Iter
     The mask interface returns no mask, and appends the arguments of its calls to ``mask_calls``.
     """
     with ExitStack() as stack:
-        shared: dict[int, Tensor] = {}  # by the id of a parameter or buffer, which several modules may share
-        # All attributes are restored, because transformers adds attributes and hooks in a model's first forward.
-        stack.enter_context(restored(root))
+        parallel = {m for m in root.modules() if any(isinstance(x, DTensor) for x in m._parameters.values())}
+        stack.enter_context(substituted(root, _on_cpu))
         for module in root.modules():
-            if any(isinstance(x, DTensor) for x in module._parameters.values()):
+            if module in parallel and not is_quantized(module):
                 # transformers' tensor parallelism sets a forward that converts from and to DTensors.
                 vars(module).pop("forward", None)
-            for store in (module._parameters, module._buffers):
-                for name, x in list(store.items()):
-                    if x is not None and (x.device.type != "cpu" or store is module._parameters):
-                        store[name] = shared.setdefault(id(x), substitute(x))
             # transformers installs the hooks that record outputs in a model's first forward, and again without this.
             vars(module).pop("_output_capturing_hooks_installed", None)
-            module._forward_hooks.clear()
-            module._forward_pre_hooks.clear()
             module.training = False
-            if is_quantized(module):
-                vars(module)["forward"] = partial(linear, features=module.out_features)
         for config in configs(root):
             values = ("_attn_implementation_internal", NAME), ("_experts_implementation_internal", "eager")
             for name, value in (*values, ("use_cache", False)):
@@ -61,6 +52,10 @@ def substitutes(root: PreTrainedModel, mask_calls: list[dict[str, Any]]) -> Iter
         stack.callback(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping.pop, NAME, None)
         ALL_MASK_ATTENTION_FUNCTIONS[NAME] = lambda *args, **kwargs: mask_calls.append(kwargs)
         yield
+
+
+def _on_cpu(x: Tensor, is_parameter: bool) -> Tensor:
+    return substitute(x) if is_parameter or x.device.type != "cpu" else x
 
 
 def configs(root: PreTrainedModel) -> list[PreTrainedConfig]:

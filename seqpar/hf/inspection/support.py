@@ -25,12 +25,12 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...memory.weights import CACHE_ARGUMENTS
-from ...patching.forwards import runs_of
+from ...patching.forwards import function_of, runs_of
 from ..mechanisms.indexers import has_indexer
 from ..mechanisms.mixers import of_mixer_files
 from ..state import NAME
 from .indexer_trial import UnsupportedIndexerError
-from .trial import Loss, Trial, function_of, run_trial
+from .trial import Loss, Trial, run_trial
 
 # The functions of transformers that are replaced, and that compute softmax attention with the mask of the model.
 _ATTENTION = (sdpa_attention_forward, flash_attention_forward, flex_attention_forward)
@@ -313,8 +313,7 @@ def computes_cross_entropy(model: nn.Module) -> bool:
 def pools_last_token(model: nn.Module) -> bool:
     """Whether ``model`` is a transformers decoder that classifies a sequence, by the scores of its last token."""
     generic = inspect.unwrap(GenericForSequenceClassification.forward)
-    forward = inspect.unwrap(model.forward)
-    return isinstance(model, GenericForSequenceClassification) and getattr(forward, "__func__", forward) is generic
+    return isinstance(model, GenericForSequenceClassification) and function_of(model.forward) is generic
 
 
 def predicts_in_place(model: nn.Module) -> bool:

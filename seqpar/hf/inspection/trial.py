@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
+from ...patching.forwards import function_of
 from ...patching.replaced import replaced
 from ...patching.substitutes import own_token, tensors_of
 from ..mechanisms.key_values import expand, has_latent_kv
@@ -342,12 +343,6 @@ def _find_loss(
             if all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(inputs, found[0][1:], strict=True)):
                 return Loss(forward, shift=shift)
     return Loss(forward, bool(calls))
-
-
-def function_of(forward: Any) -> Any:
-    """The function of the method ``forward``, without decorators."""
-    forward = inspect.unwrap(forward)
-    return getattr(forward, "__func__", forward)
 
 
 def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:

@@ -7,9 +7,7 @@ it off.
 
 from __future__ import annotations
 
-import inspect
 import logging
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from ...base.settings import number
+from ...patching.forwards import function_of
 from ...verification import Difference, VerificationError, VerificationReport, exchange, tolerance_of
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..inspection.support import parameters_of
@@ -171,6 +170,4 @@ def foreign_code(root: PreTrainedModel, patch: Patch) -> str:
 
 
 def _is_known(code: Any) -> bool:
-    while isinstance(code, partial):
-        code = code.func
-    return str(inspect.unwrap(code).__module__).split(".")[0] in (*LIBRARIES, "seqpar")
+    return str(function_of(code).__module__).split(".")[0] in (*LIBRARIES, "seqpar")
