@@ -138,6 +138,8 @@ def test_modules_with_other_names() -> None:
     words = r"mlps: BertLayer has no child named mlp, .*, but attention, intermediate, output; .*apply\(model, mlps=\["
     with pytest.raises(ValueError, match=words):
         seqpar.hf.parallelize(model, memory=memory)
+    assert not any(name.startswith("_seqpar") or name == "forward" for m in model.modules() for name in vars(m))
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     expected = loss_and_gradients(plain, {"input_ids": ids, "labels": ids})
     for first in ("memory", "parallelize"):
         model.zero_grad()
