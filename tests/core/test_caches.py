@@ -385,7 +385,7 @@ KEPT: dict[str, str] = {
     "placement.heads": "Heads.kv kv_index",
     "placement.layout": (
         "segments_layout Positions._offsets _positions_of shard_positions TokenLayout.rank_positions "
-        "TokenLayout.tensor_rows _ulysses_pieces"
+        "TokenLayout.tensor_rows _runs _ulysses_pieces"
     ),
     "placement.levelling": "Level._known",
     "placement.placement": (
@@ -414,12 +414,11 @@ KEPT: dict[str, str] = {
     "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
     "sharding.same_rows": "_calls",
     "sharding.sharding": (
-        "Sharding._placements Sharding.chunks Sharding._tokens Sharding.sequence_ranks Sharding.lengths "
+        "Sharding._placements Sharding.chunks Sharding.tokens Sharding.grain Sharding.sequence_ranks Sharding.lengths "
         "Sharding.checksum Sharding.seq_local"
     ),
     "sharding.spec": "AttentionSpec.slopes checksum _cached",
     "strategies.attend": "_HEADS",
-    "strategies.auto": "_runs",
     "kernels.expansion": "RepeatedHeads.of",
     "strategies.head_exchange": (
         "HeadChunk.heads HeadChunk.query_slices HeadChunk.kv_slices HeadExchange.rank HeadExchange.lengths "
