@@ -91,8 +91,14 @@ def make_batch(how: str) -> dict[str, Tensor]:
 
 @on_ranks
 def compared(group: ProcessGroup, cases: list[tuple[tuple[str, str, str], Result]]) -> None:
+    """Cases in a row that differ in their batch only are steps of the same model."""
+    before: tuple[str, str] | None = None
+    model: Any = None
     for (kind, implementation, how), expected in cases:
-        batch, model = make_batch(how), seqpar.hf.parallelize(tiny(kind, implementation), group=group)
+        batch = make_batch(how)
+        if (kind, implementation) != before:
+            before, model = (kind, implementation), seqpar.hf.parallelize(tiny(kind, implementation), group=group)
+        model.zero_grad()
         check_step(group, model, batch, expected, kind, implementation, how)
         if implementation == "sdpa" and how in ("plain", "packed"):
             seqpar.hf.verify(model, batch)

@@ -157,7 +157,7 @@ def test_every_model(pool: Pool, model: str) -> None:
     two = [Case(model, "plain", "ulysses", "contiguous"), Case(model, "left", "ring", "striped")]
     three = [Case(model, "packed", "ulysses", "zigzag")]
     if model in KINDS:
-        two += [Case(model, "packed"), Case(model, "packed", how="checkpoint")]
+        two += [Case(model, "packed", how="checkpoint")]
         three = [Case(model, "packed"), Case(model, "packed", "ulysses", "striped")]
     check(pool, 2, two)
     check(pool, 3, three)

@@ -284,10 +284,10 @@ def sent(group: ProcessGroup, layers: int, shared: int) -> list[int]:
 
 
 def test_shared_keys_are_received_once(pool: Pool) -> None:
-    two, three, shared = (pool.run(4, sent, *layers) for layers in ((2, 0), (3, 0), (4, 2)))
-    # Three other ranks get k and v of 2 rows of 12 tokens, 2 heads of 512, in float32.
-    gathered = 3 * 2 * 2 * 12 * 2 * 512 * 4
-    for rank in range(4):
+    two, three, shared = (pool.run(2, sent, *layers) for layers in ((2, 0), (3, 0), (4, 2)))
+    # The other rank gets k and v of 2 rows of 24 tokens, 2 heads of 512, in float32.
+    gathered = 2 * 2 * 24 * 2 * 512 * 4
+    for rank in range(2):
         for direction in (0, 1):
             one_layer = three[rank][direction] - two[rank][direction]
             # The first layer's own; then the second layer's for the third and the fourth too.
