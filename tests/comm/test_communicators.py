@@ -27,7 +27,7 @@ from seqpar.ranks.mesh import Subgroup, global_ranks, ranks_by_host
 from ..fake_cuda import fake_cuda
 from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
 from ..reference import assert_error
-from ..strategy_cases import STRATEGIES
+from ..strategy_cases import DISTINCT, STRATEGIES
 
 CPU = torch.device("cpu")
 
@@ -90,7 +90,7 @@ def payload_groups(group: ProcessGroup, options: dict[str, Any]) -> tuple[bool, 
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_messages_have_groups_of_their_own(pool: Pool, name: str, world: int) -> None:
     for through_known, same, messages in pool.run(world, payload_groups, STRATEGIES[name]):
         assert not through_known and same and messages

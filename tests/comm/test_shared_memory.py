@@ -31,7 +31,7 @@ from seqpar.comm.shared_memory import ReceiveMode, SharedMemoryTransport, shared
 
 from ..pool import OwnPool, Pool, at_once, limit_waits, meanwhile, on_ranks, start
 from ..reference import assert_close
-from ..strategy_cases import STRATEGIES
+from ..strategy_cases import DISTINCT, STRATEGIES
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 1.5  # of waits in vain
@@ -162,7 +162,7 @@ def step_of_one_rank(group: ProcessGroup, options: dict[str, Any]) -> None:
                 seqpar.attention(q, q, q, sharding=sharding, **options).sum().backward()
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_without_messages_no_rank_waits(pool: Pool, name: str) -> None:
     pool.run(4, step_of_one_rank, STRATEGIES[name], shared_memory=True)
 

@@ -25,7 +25,7 @@ from seqpar.ranks.mesh import Ranks
 
 from ..pool import OwnPool, Pool, at_once, limit_waits, meanwhile, on_ranks, start
 from ..reference import assert_error
-from ..strategy_cases import STRATEGIES
+from ..strategy_cases import DISTINCT, STRATEGIES
 
 TIMEOUT_S = 4.0
 
@@ -193,7 +193,7 @@ def gradients_of_some(group: ProcessGroup, options: dict[str, Any], known: bool,
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["handshake", "seq_len"])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", DISTINCT)
 @pytest.mark.parametrize("world", [2, 4])
 def test_inputs_of_some_ranks_require_gradients(pool: Pool, world: int, name: str, known: bool) -> None:
     for ranks in ([0], [world - 1]):

@@ -126,8 +126,10 @@ def layer_on_mesh(group: ProcessGroup, layout: str, options: dict[str, Any], own
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [False, True], ids=["sharding's mesh", "layer's mesh"])
-@pytest.mark.parametrize("strategy", ["ring", "hybrid", "all_gather", "activations", "tp_sp"])
+@pytest.mark.parametrize(
+    ("strategy", "own"),
+    [("ring", False), ("ring", True), ("hybrid", False), ("all_gather", True), ("activations", False), ("tp_sp", True)],
+)
 def test_layers_with_a_sharding_on_a_mesh(batch: Batch, strategy: str, own: bool) -> None:
     layouts = LAYOUTS[own : own + 1]
     batch.check(

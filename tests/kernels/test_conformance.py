@@ -59,9 +59,13 @@ def supported(backend: Backend, heads: tuple[int, int]) -> list[tuple[str, torch
 @pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
 @pytest.mark.parametrize("name", present_backends())
 def test_every_step_of_every_mask(name: str, rules: Rules) -> None:
-    """With equal heads and with groups; all keys in one step, or in two with a carry; with the last step or without."""
+    """With equal heads and with groups; all keys in one step, or in two with a carry; with the last step or without.
+
+    Every other mask has equal heads in one step, and the others have groups.
+    """
     backend = BACKENDS[name]
-    for heads, cuts in product(HEADS.values(), ([0, SEQ_LEN], [0, 21, SEQ_LEN])):
+    swapped = [*RULES, *BATCH_RULES].index(rules) % 2
+    for heads, cuts in zip([*HEADS.values()][:: 1 - 2 * swapped], ([0, SEQ_LEN], [0, 21, SEQ_LEN]), strict=True):
         calls = supported(backend, heads)
         assert calls, f"{name} supports none of {DTYPES}"
         for device, dtype in calls:

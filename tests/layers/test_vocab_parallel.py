@@ -214,7 +214,6 @@ def with_and_without_a_sharding(group: ProcessGroup, layout: Layout) -> int:
     return int(spy.call_count)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("world", "layout"), [*zip([1, 2, 4], LAYOUTS, strict=True)])
 def test_a_sharding_takes_no_handshake(pool: Pool, world: int, layout: str) -> None:
     assert pool.run(world, with_and_without_a_sharding, layout) == [0] * world
