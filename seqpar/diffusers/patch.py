@@ -231,14 +231,15 @@ class Patch:
                     self._undo.callback(hook.remove)
         for pattern, streams in plan.attention.items():
             for name, module in matching(model, pattern).items():
-                self._wrap(module, partial(self._attention, name, streams, inspect.signature(module.forward)))
+                run = partial(self._attention, name, streams, inspect.signature(module.forward))
+                self._undo.callback(replace_forward(module, "seqpar.diffusers", run))
         for pattern, stream in self.outputs.items():
             outputs = matching(model, pattern)
             if not outputs:
                 raise ValueError(f"plan: output={pattern!r} names no module of {type(model).__name__}")
             for output in outputs.values():
                 self._undo.callback(output.register_forward_hook(partial(self._gather, pattern, stream)).remove)
-        self._wrap(model, self._forward)
+        self._undo.callback(replace_forward(model, "seqpar.diffusers", self._forward))
         setattr(model, _OWN, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
@@ -280,9 +281,6 @@ class Patch:
             raise ValueError(f"{found}; undo that first")
         self._undo.close()
         delattr(self.model, _OWN)
-
-    def _wrap(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._undo.callback(replace_forward(module, "seqpar.diffusers", forward))
 
     @no_compile
     def _forward(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from ..memory import Memory
 from ..memory import restore as restore_memory
 from ..memory.switches import layers_of
 from ..patching.forwards import replace_forward
+from ..patching.replaced import replaced
 from ..placement.strategies import StrategyName, StrategyOptions, resolve
 from ..ranks.mesh import all_ranks_group, size_of
 from .batch import BatchLayout
@@ -171,16 +172,14 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     with patch.undo as undo:
         _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
         for module in (*roots, *layers):
-            module._seqpar = patch
-            patch.undo.callback(delattr, module, "_seqpar")
+            undo.enter_context(replaced(module, _seqpar=patch))
             patch.modules.append(module)
         for layer in layers:
             enable_latent_kv(layer)
             patch.undo.callback(disable_latent_kv, layer)
         replace_indexers([*layers], patch, lambda layer, shard: full_mask_in_layer(layer, shard, patch))
         for root, trial in trials.items():
-            root._seqpar_loss = trial.loss
-            patch.undo.callback(delattr, root, "_seqpar_loss")
+            undo.enter_context(replaced(root, _seqpar_loss=trial.loss))
             for module in (m for m in root.modules() if hasattr(m, "layerdrop")):
                 patch.undo.callback(module.register_forward_pre_hook(check_layerdrop).remove)
             replace_mixers(root, trial.mixers, patch)
@@ -247,8 +246,7 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
                     ours._attn_implementation_internal = "sdpa"
                 patch.config_copies.append((original, ours))
                 patch.undo.callback(_copy_new_values, original, ours, dict(vars(ours)))
-            setattr(module, name, copies[id(original)])
-            patch.undo.callback(setattr, module, name, original)
+            patch.undo.enter_context(replaced(module, **{name: copies[id(original)]}))
 
 
 def _copy_new_values(original: PreTrainedConfig, ours: PreTrainedConfig, first_values: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 
 # A module, its method without the run, and the arguments of the call.
 Run = Callable[..., Any]
+Runs = tuple[tuple[str, Run], ...]  # with their owners, the outermost last
 
 
 def replace_forward(module: nn.Module, owner: str, run: Run, name: str = "forward") -> Callable[[], None]:
@@ -24,8 +25,7 @@ def replace_forward(module: nn.Module, owner: str, run: Run, name: str = "forwar
     instance: ``_call_impl``, which runs the hooks and the forward.
     """
     _refuse_replaced(module, name)
-    place, key = next(_our_slots(module, name), None) or _inner_slot(module, name)
-    _set(module, name, place, key, (*runs_of(place.get(key)), (owner, run)))
+    _change(module, name, lambda runs: (*runs, (owner, run)))
     return partial(restore_forward, owner, module, name=name)
 
 
@@ -39,8 +39,7 @@ def restore_forward(owner: str, *modules: nn.Module, name: str = "forward") -> N
     for module in changed:
         _refuse_replaced(module, name)
     for module in changed:
-        place, key = next(_our_slots(module, name))
-        _set(module, name, place, key, tuple(run for run in runs_of(place[key]) if run[0] != owner))
+        _change(module, name, lambda runs: tuple(run for run in runs if run[0] != owner))
 
 
 def is_replaced(module: nn.Module, owner: str, name: str = "forward") -> bool:
@@ -58,7 +57,8 @@ def _refuse_replaced(module: nn.Module, name: str) -> None:
 
 def replaced_by(module: nn.Module, name: str = "forward") -> str | None:
     """What has replaced the forward since ``replace_forward``; None if nothing has."""
-    if _kept(name) not in vars(module) or any(_our_slots(module, name)):
+    place, key = _slot(module, name)
+    if _kept(name) not in vars(module) or runs_of(place.get(key)):
         return None
     outer = inner = getattr(module, name)
     while inner is not None and not runs_of(inner):
@@ -94,9 +94,10 @@ def _kept(name: str) -> str:
     return f"_seqpar_{name.strip('_')}"
 
 
-def _set(module: nn.Module, name: str, place: dict[str, Any], key: str, runs: tuple[tuple[str, Run], ...]) -> None:
-    """Put a method with these runs, the last one outermost, where ours is or the one before; without runs, that one."""
-    kept = _kept(name)
+def _change(module: nn.Module, name: str, change: Callable[[Runs], Runs]) -> None:
+    """Put a method with other runs where the method of the module is, or without runs, the one that was there."""
+    place, key = _slot(module, name)
+    kept, runs = _kept(name), change(runs_of(place.get(key)))
     before = vars(module)[kept][0] if kept in vars(module) else place.get(key)
     if runs:
         # A copy of the module copies the attribute, and so calls the method of the copy. It copies a bound method too.
@@ -111,7 +112,7 @@ def _set(module: nn.Module, name: str, place: dict[str, Any], key: str, runs: tu
         del place[key]
 
 
-def _method(kept: str, name: str, function: Any, runs: tuple[tuple[str, Run], ...]) -> Any:
+def _method(kept: str, name: str, function: Any, runs: Runs) -> Any:
     *inner, (_, outer) = runs
 
     @wraps(function, updated=())
@@ -126,28 +127,20 @@ def _method(kept: str, name: str, function: Any, runs: tuple[tuple[str, Run], ..
     return method
 
 
-def runs_of(method: Any) -> tuple[tuple[str, Run], ...]:
+def runs_of(method: Any) -> Runs:
     """The runs of a method that ``replace_forward`` has set; of any other one, none."""
     function = getattr(method, "__func__", method)
     of, runs = getattr(function, "_seqpar_runs", (None, ()))
     return runs if of is function else ()
 
 
-def _slots(module: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the method of a module may be, in hooks and in the module: dicts and keys."""
-    own = vars(module)
+def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where our method is, in hooks or in the module, or else the one that all hooks are around: a dict and a key."""
+    own, hooks = vars(module), list[tuple[dict[str, Any], str]]()
     if name == "forward":
-        yield own, "_old_forward"  # accelerate's
+        hooks.append((own, "_old_forward"))  # accelerate's
         for hook in getattr(own.get("_diffusers_hook"), "_fn_refs", ()):
-            yield vars(hook), "forward" if hook.original_forward is None else "original_forward"
-    yield own, name
-
-
-def _our_slots(module: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str]]:
-    return (slot for slot in _slots(module, name) if runs_of(slot[0].get(slot[1])))
-
-
-def _inner_slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where the method is that all hooks are around; a hook is a ``partial``."""
-    *hooks, own = _slots(module, name)
-    return next((slot for slot in hooks if not isinstance(slot[0].get(slot[1]), partial | None)), own)
+            hooks.append((vars(hook), "forward" if hook.original_forward is None else "original_forward"))
+    ours = [slot for slot in (*hooks, (own, name)) if runs_of(slot[0].get(slot[1]))]
+    inner = [slot for slot in hooks if not isinstance(slot[0].get(slot[1]), partial | None)]  # a hook is a partial
+    return (*ours, *inner, (own, name))[0]

@@ -330,10 +330,9 @@ def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> N
     for module in model.modules():
         if module in mixers or isinstance(module, GradientCheckpointingLayer):
             before = module.register_forward_pre_hook(_before(patch), with_kwargs=True, prepend=True)
-            # always_call, because a recomputation in backward ends a layer early.
-            after = module.register_forward_hook(_after, always_call=True)
             patch.undo.callback(before.remove)
-            patch.undo.callback(after.remove)
+            # always_call, because a recomputation in backward ends a layer early.
+            patch.undo.callback(module.register_forward_hook(_after, always_call=True).remove)
     for file, names in _files(model).items():
         for name in names:
             patch.undo.enter_context(replaced_in(file, name, partial(_stand_in, name)))
