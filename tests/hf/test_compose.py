@@ -225,7 +225,7 @@ def averaged_by_hand(group: ProcessGroup, expected: Result) -> None:
 
 
 def test_option_gradients(pool: Pool) -> None:
-    pool.run(4, averaged_by_hand, one_device_of("llama", "plain"))
+    pool.run(2, averaged_by_hand, one_device_of("llama", "plain"))
 
 
 @on_ranks
