@@ -172,7 +172,8 @@ def test_many_documents_are_few_spans(layout: LayoutName) -> None:
     mask = Mask.documents([*range(0, seq_len, 131), seq_len])
     plan = AttentionPlan(mask, TokenLayout(seq_len, layout, ring=64), 31)
     transfers = [t for step in plan for t in (*step.intra_host.sends, *step.intra_host.receives)]
-    assert max(len(t.owner_rows.spans) for t in transfers) <= 2
+    spans = max(len(t.owner_rows.spans) for t in transfers)
+    assert spans <= 2, f"layout={layout!r}: let _merged_positions describe its tokens by stripes"
 
 
 @settings(max_examples=100)
