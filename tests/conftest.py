@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 
 from .cases import Batch
-from .pool import THREADS, OwnPool, Pool
+from .pool import OwnPool, Pool
 from .reference import MARGINS
 
 # Hypothesis draws the same examples in every run, so that a failing test fails again. An example has no deadline,
@@ -21,7 +21,8 @@ from .reference import MARGINS
 settings.register_profile("seqpar", deadline=None, derandomize=True, max_examples=50, database=None)
 settings.load_profile("seqpar")
 
-torch.set_num_threads(THREADS)
+# Until the fork server has been forked: OpenMP hangs in a fork of a process that has had its threads.
+torch.set_num_threads(1)
 
 _CASES_RAN = pytest.StashKey[int]()
 _THOROUGH = Path(__file__).with_name("thorough.txt")

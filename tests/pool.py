@@ -257,6 +257,7 @@ def _start_fork_server() -> None:
         replaced(multiprocessing.util, spawnv_passfds=spawn),
     ):
         multiprocessing.forkserver.ensure_running()
+    torch.set_num_threads(THREADS)
 
 
 class OwnPool:
