@@ -198,24 +198,19 @@ def recording(record: Recording, attend: Attend | None = None) -> Iterator[None]
         return partial(record.attend, implementation, function, attend)
 
     layers = attention_layers(root).values()
-    handles = [root.register_forward_pre_hook(record.watch_inputs, with_kwargs=True)]
-    if (text := text_model(root)) is not root:
-        handles.append(text.register_forward_pre_hook(record.watch_text_inputs, with_kwargs=True))
-    for layer in layers:
-        handles.append(layer.register_forward_pre_hook(record.watch_input, with_kwargs=True))
-        handles.append(layer.register_forward_hook(record.watch_output))
-    if root.base_model is not root or root.get_output_embeddings() is None:  # the base model returns hidden states
-        # This hook must run before the hook of ``parallelize``, which all-gathers the output of a base model.
-        handles.append(root.base_model.register_forward_hook(record.watch_last, prepend=True))
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(replaced_interface(record_calls))
-            for layer in layers:
-                stack.enter_context(recorded_expansion(layer, record.record_latents))
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        stack.enter_context(root.register_forward_pre_hook(record.watch_inputs, with_kwargs=True))
+        if (text := text_model(root)) is not root:
+            stack.enter_context(text.register_forward_pre_hook(record.watch_text_inputs, with_kwargs=True))
+        for layer in layers:
+            stack.enter_context(layer.register_forward_pre_hook(record.watch_input, with_kwargs=True))
+            stack.enter_context(layer.register_forward_hook(record.watch_output))
+            stack.enter_context(recorded_expansion(layer, record.record_latents))
+        if root.base_model is not root or root.get_output_embeddings() is None:  # the base model returns hidden states
+            # This hook must run before the hook of ``parallelize``, which all-gathers the output of a base model.
+            stack.enter_context(root.base_model.register_forward_hook(record.watch_last, prepend=True))
+        stack.enter_context(replaced_interface(record_calls))
+        yield
 
 
 @contextmanager
