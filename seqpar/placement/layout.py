@@ -479,9 +479,9 @@ def _runs(tokens: TokenLayout) -> int:
 
 
 @lru_cache(maxsize=32)
-def _ulysses_pieces(sharding: TokenLayout, ring_rank: int) -> tuple[tuple[Piece, ...], ...]:
-    full, tensor = sharding.ring_positions(ring_rank), sharding.tensor
-    first = ring_rank * sharding.ulysses
+def _ulysses_pieces(tokens: TokenLayout, ring_rank: int) -> tuple[tuple[Piece, ...], ...]:
+    full, tensor = tokens.ring_positions(ring_rank), tokens.tensor
+    first = ring_rank * tokens.ulysses
 
     def pieces(held: Positions) -> Iterator[Piece]:
         for stripe, offset in held.with_offsets():
@@ -492,5 +492,5 @@ def _ulysses_pieces(sharding: TokenLayout, ring_rank: int) -> tuple[tuple[Piece,
                 step = rows[-1] - rows[0] or 1
                 yield slice(offset + i, offset + stripe.count, each), slice(rows[0], rows[0] + len(tokens) * step, step)
 
-    ranks = range(first, first + sharding.ulysses)
-    return tuple(tuple(pieces(sharding._positions(rank * tensor, tensor))) for rank in ranks)
+    ranks = range(first, first + tokens.ulysses)
+    return tuple(tuple(pieces(tokens._positions(rank * tensor, tensor))) for rank in ranks)

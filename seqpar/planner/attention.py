@@ -52,13 +52,13 @@ class AttentionTimeline:
         s = place.setting
         self._setting, self._place = s, place
         per_host = s.ring_per_host(place.ulysses, place.tensor)
-        self._plan = AttentionPlan(s.mask, s.sharding, place.ring, s.gather, per_host)
+        self._plan = AttentionPlan(s.mask, s.tokens, place.ring, s.gather, per_host)
         m = s.model
         self._heads = Heads.of_model(m.heads, m.sent_kv_heads).split(s.tensor)[place.tensor]
         self._rate = s.hardware.rate(s.kernel)
         ulysses: Any = SimulatedRanks(s.ulysses, place.ulysses)
         ring: Any = SimulatedRanks(s.ring, place.ring)
-        self._placement = Placement(None, ring, ulysses, s.gather, tokens=s.sharding)
+        self._placement = Placement(None, ring, ulysses, s.gather, tokens=s.tokens)
         score: Any = None  # only a kernel would read it
         latent = None
         if m.kv_rank:
@@ -67,7 +67,7 @@ class AttentionTimeline:
         self._call = AttentionCall(self._placement, self._plan, AttentionSpec(), self._heads, score, latent=latent)
         # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (place.ring * s.ulysses + place.ulysses) * s.tensor
-        self._tokens = len(s.sharding._positions(first_rank, s.tensor))
+        self._tokens = len(s.tokens._positions(first_rank, s.tensor))
 
     def record(self, timeline: Timeline, backward: bool = False) -> None:
         """Record the forward of attention, or its backward, with all messages."""
@@ -126,7 +126,7 @@ class AttentionTimeline:
             with _disable_current_modes():  # the tiles are read from tensors, which a FakeTensorMode would empty
                 intervals = {i: plan.intervals(i, CPU) for i in range(len(plan))}
                 return {i: pairs_computed_on_cpu(x) for i, x in intervals.items() if x is not None}
-        by_owner = _pairs_by_owner(s.mask, s.sharding, plan.rank, s.hardware.tile)
+        by_owner = _pairs_by_owner(s.mask, s.tokens, plan.rank, s.hardware.tile)
         pairs: dict[int, float] = {}
         for i, step in enumerate(plan):
             if step.keys is not None:
@@ -142,7 +142,7 @@ class AttentionTimeline:
         are recorded nowhere: its exchange has a timeline of its own, which is dropped.
         """
         s, first = self._setting, Timeline() if backward else timeline
-        max_chunks = chunk_limit(s.sharding, q.shape, s.hardware.device)
+        max_chunks = chunk_limit(s.tokens, q.shape, s.hardware.device)
         exchange = self._head_exchange(first, max_chunks)
         e = self._call.v_head_dim(v.shape)
         _, *saved = ulysses_forward(exchange, partial(self._run, first), q, k, v, e)
@@ -168,10 +168,10 @@ class AttentionTimeline:
 
 
 @lru_cache(maxsize=256)  # forward and backward, and every way to recompute, need the same
-def _pairs_by_owner(mask: Mask, sharding: TokenLayout, ring_rank: int, tile: int) -> list[int]:
+def _pairs_by_owner(mask: Mask, tokens: TokenLayout, ring_rank: int, tile: int) -> list[int]:
     """The pairs that a kernel computes for the queries of ``ring_rank``, for the keys of each ring rank."""
-    shards = [sharding.ring_positions(rank) for rank in range(sharding.ring)]
-    return computed_pairs(mask, sharding.seq_len, shards[ring_rank], shards, tile)
+    shards = [tokens.ring_positions(rank) for rank in range(tokens.ring)]
+    return computed_pairs(mask, tokens.seq_len, shards[ring_rank], shards, tile)
 
 
 class _NoGradient:

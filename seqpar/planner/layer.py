@@ -40,7 +40,7 @@ class RankTimeline:
         ring_rank = setting.slowest_ring_rank() if ring_rank is None else ring_rank
         place = RankPlace(setting, ring_rank, ulysses_rank, tensor_rank)
         rank = (ring_rank * setting.ulysses + ulysses_rank) * setting.tensor + tensor_rank
-        self._tokens = len(setting.sharding._positions(rank, 1)) * setting.batch
+        self._tokens = len(setting.tokens._positions(rank, 1)) * setting.batch
         m = setting.model
         group = replace(m, heads=m.heads // head_groups, kv_heads=m.kv_heads // head_groups)
         self._place, kind = place, setting.kind

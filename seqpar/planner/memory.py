@@ -118,7 +118,7 @@ def layer_activations(
     setting: Setting, recompute: Recompute = "none", tiled_mlp: bool = False, head_groups: int = 1
 ) -> float:
     """Bytes of tensors that autograd keeps for one layer on one rank."""
-    m, tokens, kind = setting.model, setting.tokens, setting.kind
+    m, tokens, kind = setting.model, setting.most_tokens, setting.kind
     if recompute != "none":
         return sum(_checkpointed(setting, recompute))
     norms = (kind.attention or kind.mixer) + kind.mlp
@@ -140,7 +140,9 @@ def _checkpointed(setting: Setting, recompute: Recompute) -> list[float]:
         lse_bytes = FLOAT32_BYTES * m.heads
         if setting.ulysses > 1:  # the head shards of q and out, and of k and v unless they are exchanged again
             elements += [m.d, m.d_out, *([] if _shares_kv(setting) else [m.sent_kv / 2] * 2)]
-    return [float(setting.tokens * nbytes) for nbytes in (*(ELEMENT_BYTES * x for x in elements), lse_bytes) if nbytes]
+    return [
+        float(setting.most_tokens * nbytes) for nbytes in (*(ELEMENT_BYTES * x for x in elements), lse_bytes) if nbytes
+    ]
 
 
 def _attention_activations(setting: Setting, head_groups: int = 1) -> float:
@@ -156,7 +158,7 @@ def _attention_activations(setting: Setting, head_groups: int = 1) -> float:
         elements, lse = elements + (setting.sequence_ranks - 1) * m.sent_kv, m.index_keys
     if kind.mixer and m.mixer:
         elements += m.mixer.kept + m.mixer.channels + _mixer_elements(setting)
-    return float(setting.tokens * (ELEMENT_BYTES * elements + FLOAT32_BYTES * lse))
+    return float(setting.most_tokens * (ELEMENT_BYTES * elements + FLOAT32_BYTES * lse))
 
 
 def _mixer_elements(setting: Setting) -> float:
@@ -186,7 +188,7 @@ def _shares_kv(setting: Setting) -> bool:
 def memory(setting: Setting, switches: Switches) -> Memory:
     """The memory of the rank with the longest shard."""
     s, m = setting, setting.model
-    tokens, kinds = s.tokens, [replace(s, kind=kind) for kind in m.all_kinds]
+    tokens, kinds = s.most_tokens, [replace(s, kind=kind) for kind in m.all_kinds]
     kept = 0.0
     for x in kinds:
         layer = layer_activations(x, switches.recompute, switches.tiled_mlp, switches.head_groups)
@@ -241,7 +243,7 @@ def _working(setting: Setting, switches: Switches) -> float:
     during_attention = during_mlp = 0.0
     groups = switches.head_groups
     if switches.recompute != "none":
-        during_attention = 2 * ELEMENT_BYTES * setting.model.hidden * setting.tokens  # the norm's input and output
+        during_attention = 2 * ELEMENT_BYTES * setting.model.hidden * setting.most_tokens  # the norm's input and output
         during_mlp = layer_activations(setting, "none", switches.tiled_mlp, groups)
     if switches.recompute != "none" or groups > 1:
         during_attention += _attention_activations(setting, groups)
@@ -258,13 +260,13 @@ def _mixing_working(setting: Setting) -> float:
     if kind.mixer and mixer:  # the gradients of what it keeps and reads, and of its result; the messages of these
         read = _mixer_elements(setting)
         elements = mixer.channels + read + mixer.heads * mixer.result
-        mixing = ELEMENT_BYTES * setting.tokens * (elements + (elements if setting.sequence_ranks > 1 else 0))
+        mixing = ELEMENT_BYTES * setting.most_tokens * (elements + (elements if setting.sequence_ranks > 1 else 0))
     return max(mixing, _attention_working(setting) if kind.attention else 0.0)
 
 
 def _attention_working(setting: Setting) -> float:
     """Bytes of the temporary tensors of attention's backward: gradients, and K/V and their gradients in transfer."""
-    s, m, tokens = setting, setting.model, setting.tokens
+    s, m, tokens = setting, setting.model, setting.most_tokens
     if s.kind.indexed:  # dq and dout; all latents, their gradients in float32, and what is computed at a time
         latents = s.sequence_ranks * m.sent_kv * (ELEMENT_BYTES + FLOAT32_BYTES)
         return tokens * (ELEMENT_BYTES * (m.d + m.d_out) + latents) + _INDEXED_BYTES
@@ -288,7 +290,7 @@ def _attention_working(setting: Setting) -> float:
 def _mlp_working(setting: Setting, tiled_mlp: bool) -> float:
     """Bytes of the temporary tensors of the MLP's backward: gradients of its activations, of one tile if it is
     tiled, and the gradients of its input and output."""
-    m, tokens = setting.model, setting.tokens
+    m, tokens = setting.model, setting.most_tokens
     tile_tokens = tokens / -(-tokens // TILE_TOKENS) if tiled_mlp else tokens
     activations = _mlp_elements(m)
     nbytes: float = ELEMENT_BYTES * tile_tokens * (activations / 2 if m.gated else activations)

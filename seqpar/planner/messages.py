@@ -161,7 +161,7 @@ class RecordedTransport(PeerToPeer):
             first = plan.rank // plan.per_host * plan.per_host
             peers, size = range(first, first + plan.per_host), size * plan.hosts
         else:
-            peers = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
+            peers = range(plan.rank % plan.per_host, plan.tokens.ring, plan.per_host)
         return [(self._place.level_to(ring=peer), size) for peer in peers if peer != plan.rank]
 
     def _messages(self, transfers: tuple[Transfer, ...], row_bytes: float) -> Messages:

@@ -46,12 +46,10 @@ class MixerTimeline:
         self._setting = s = self._place.setting
         ranks: Any = SimulatedRanks(s.ulysses, self._place.ulysses)
         alone: Any = SimulatedRanks(1, 0)
-        self._placement = Placement(None, alone, ranks, tokens=s.sharding)
+        self._placement = Placement(None, alone, ranks, tokens=s.tokens)
         per_host, token = min(s.ulysses, s.hardware.gpus_per_host), ELEMENT_BYTES * mixer.moved
         self._state_bytes = FLOAT32_BYTES * mixer.heads * mixer.state
-        self._by_states = bool(mixer.state) and sends_states(
-            s.sharding, per_host, mixer.heads, token, self._state_bytes
-        )
+        self._by_states = bool(mixer.state) and sends_states(s.tokens, per_host, mixer.heads, token, self._state_bytes)
 
     def forward(self, timeline: Timeline) -> None:
         """Record the convolution, the recurrence and the product of the result with its gate."""
@@ -72,7 +70,7 @@ class MixerTimeline:
     def _convolution(self, timeline: Timeline, backward: bool) -> None:
         """Record the messages of the convolution. It sends channels where ``seqpar.hf`` does."""
         m = self._mixer
-        if not sends_halo(self._setting.sharding, m.width - 1):
+        if not sends_halo(self._setting.tokens, m.width - 1):
             channels = replace(m, heads=m.channels, groups=1, of_head=1, of_group=0, result=1)
             self._by_heads(timeline, channels, 0, backward)
         else:
@@ -87,7 +85,7 @@ class MixerTimeline:
         one_pass = self._seconds(m.heads, m.groups, self._tokens)
         before, after = (1, 2) if backward else (2, 1)
         timeline.compute("recurrence", before * times * one_pass)
-        rows = _state_rows(s.sharding, place.ulysses, s.mask, s.batch)
+        rows = _state_rows(s.tokens, place.ulysses, s.mask, s.batch)
         self._exchange(timeline, "states", rows, self._state_bytes, backward)
         timeline.compute("recurrence", after * times * one_pass)
 
@@ -137,7 +135,7 @@ class MixerTimeline:
         s, m = self._setting, self._mixer
         if s.ulysses == 1:
             return
-        rows = _halo_rows(s.sharding, self._place.ulysses, s.mask, s.batch, m.width - 1)
+        rows = _halo_rows(s.tokens, self._place.ulysses, s.mask, s.batch, m.width - 1)
         row_bytes = m.channels * (FLOAT32_BYTES if backward else s.dtype.itemsize)
         self._exchange(timeline, "rows before", rows, row_bytes, backward)
 
@@ -156,14 +154,14 @@ class MixerTimeline:
 
 
 @lru_cache(maxsize=256)
-def _halo_rows(sharding: TokenLayout, rank: int, mask: Mask, batch: int, width: int) -> _Rows:
-    rows = halo_plan(sharding, rank, mask, batch, width, torch.device("cpu")).rows
+def _halo_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int) -> _Rows:
+    rows = halo_plan(tokens, rank, mask, batch, width, torch.device("cpu")).rows
     return rows.sends, rows.receives
 
 
 @lru_cache(maxsize=256)
-def _state_rows(sharding: TokenLayout, rank: int, mask: Mask, batch: int) -> _Rows:
-    rows = state_plan(sharding, rank, mask, batch, torch.device("cpu")).rows
+def _state_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int) -> _Rows:
+    rows = state_plan(tokens, rank, mask, batch, torch.device("cpu")).rows
     return rows.sends, rows.receives
 
 
@@ -178,7 +176,7 @@ class IndexedTimeline:
     """
 
     def __init__(self, place: RankPlace) -> None:
-        self._place, self._tokens = place.among_all, place.setting.tokens
+        self._place, self._tokens = place.among_all, place.setting.most_tokens
 
     def record(self, timeline: Timeline, backward: bool = False) -> None:
         """Record the forward, or the backward, which computes attention again. An indexer is not trained."""

@@ -105,12 +105,12 @@ class Setting:
         return min(self.ranks, self.hardware.gpus_per_host) if self.weights == "hsdp" else self.ranks
 
     @property
-    def sharding(self) -> TokenLayout:
+    def tokens(self) -> TokenLayout:
         """Which positions of a sequence each rank of a replica holds."""
         return TokenLayout(self.seq_len, self.layout, self.ring, self.ulysses, self.tensor)
 
     @property
-    def tokens(self) -> int:
+    def most_tokens(self) -> int:
         """Tokens on the rank with the longest shard, summed over the ``batch`` sequences.
 
         The longest shard of a balanced layout may have 2 % more, which are not counted.
@@ -152,6 +152,6 @@ def _work_by_ring_rank(mask: Mask, seq_len: int, layout: Layout, ring: int) -> l
     they move the borders between ring ranks by a few tokens at most.
     """
     together = len(layout.by_rank) // ring if isinstance(layout, Assigned) else 1
-    sharding, everything = TokenLayout(seq_len, layout, ring, together), [ranges_to_positions([(0, seq_len)])]
+    tokens, everything = TokenLayout(seq_len, layout, ring, together), [ranges_to_positions([(0, seq_len)])]
     tile = -(-seq_len // ring // _TILES)
-    return [computed_pairs(mask, seq_len, sharding.ring_positions(rank), everything, tile)[0] for rank in range(ring)]
+    return [computed_pairs(mask, seq_len, tokens.ring_positions(rank), everything, tile)[0] for rank in range(ring)]

@@ -128,8 +128,8 @@ class StepCost:
         """Seconds of the language model head's GEMMs and of the passes over the logits, in forward and backward."""
         s, m = self.setting, self.setting.model
         # Tensor-parallel ranks share the vocabulary and have the tokens of all of them, so each counts its own tokens.
-        gemm = 6.0 * s.tokens * m.hidden * m.vocab / s.hardware.gemm_flops
-        return gemm + 12.0 * s.tokens * m.vocab / s.hardware.memory_bandwidth
+        gemm = 6.0 * s.most_tokens * m.hidden * m.vocab / s.hardware.gemm_flops
+        return gemm + 12.0 * s.most_tokens * m.vocab / s.hardware.memory_bandwidth
 
     def optimizer_seconds(self) -> float:
         """Seconds of AdamW on this rank's shard of the weights.

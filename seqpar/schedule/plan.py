@@ -71,7 +71,7 @@ class AttentionPlan:
     A plan holds no tensors, and can be pickled.
 
     Attributes:
-        sharding: which positions each rank holds.
+        tokens: which positions each rank holds.
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
@@ -81,17 +81,17 @@ class AttentionPlan:
     def __init__(
         self,
         mask: Mask,
-        sharding: TokenLayout,
+        tokens: TokenLayout,
         rank: int,
         gather: bool = False,
         per_host: int | None = None,
     ) -> None:
-        self.sharding = sharding
+        self.tokens = tokens
         self.rank = rank
         self.gather = gather
-        self.per_host = sharding.ring if per_host is None else per_host
-        self.num_steps = 1 if sharding.replicated else min(2, sharding.ring) if gather else sharding.ring
-        self._runs = mask.runs(sharding.seq_len)
+        self.per_host = tokens.ring if per_host is None else per_host
+        self.num_steps = 1 if tokens.replicated else min(2, tokens.ring) if gather else tokens.ring
+        self._runs = mask.runs(tokens.seq_len)
         self._steps: dict[int, Step] = {}
         self._inter_host_hops: dict[int, Hop] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -115,7 +115,7 @@ class AttentionPlan:
     @property
     def hosts(self) -> int:
         """How many hosts the ring has."""
-        return self.sharding.ring // self.per_host
+        return self.tokens.ring // self.per_host
 
     def prepare(self) -> AttentionPlan:
         """Plan all steps now, and return the plan."""
@@ -124,7 +124,7 @@ class AttentionPlan:
         return self
 
     def __str__(self) -> str:
-        return "\n".join([f"rank {self.rank} of {self.sharding.ring}", *map(str, self)])
+        return "\n".join([f"rank {self.rank} of {self.tokens.ring}", *map(str, self)])
 
     def program(
         self, heads: Heads, num_chunks: int = 1, *, attends: bool = True, prefetch: int = 2, split_own: bool = True
@@ -139,7 +139,7 @@ class AttentionPlan:
     @cached_property
     def checksum(self) -> int:
         """A checksum of the mask and of what each rank holds. The same on every rank that has the same plan."""
-        value = zlib.crc32(f"{self.sharding} {self.gather} {self.per_host}".encode())
+        value = zlib.crc32(f"{self.tokens} {self.gather} {self.per_host}".encode())
         for runs in self._runs:
             for column in (runs.start, runs.lo, runs.hi):
                 value = zlib.crc32(column.tobytes(), value)
@@ -148,13 +148,13 @@ class AttentionPlan:
     @cached_property
     def longest(self) -> int:
         """Tokens of the longest shard."""
-        return max(len(self.sharding.ring_positions(rank)) for rank in range(self.sharding.ring))
+        return max(len(self.tokens.ring_positions(rank)) for rank in range(self.tokens.ring))
 
     @property
     def rows_received(self) -> int:
         """The tokens of other ranks whose k and v this rank's queries see: what it receives in a ring on one host."""
         visible = self._visible(self.rank)
-        own = rows_in(visible, self.sharding.ring_positions(self.rank))
+        own = rows_in(visible, self.tokens.ring_positions(self.rank))
         return sum(b - a for a, b in visible) - len(own)
 
     @cached_property
@@ -163,8 +163,8 @@ class AttentionPlan:
         every rank."""
         if not self.gather:
             return False
-        n = self.sharding.ring
-        enough = self.sharding.seq_len * (1 - _DENSE_WITHOUT)
+        n = self.tokens.ring
+        enough = self.tokens.seq_len * (1 - _DENSE_WITHOUT)
         # The first and the last rank are the most likely ones to need less.
         return all(sum(b - a for a, b in self._visible(r)) >= enough for r in (0, n - 1, *range(1, n - 1)))
 
@@ -198,8 +198,8 @@ class AttentionPlan:
         self, query_rank: int, key_rank: int, device: torch.device, positions: bool = False
     ) -> KeyIntervals | None:
         """Which keys of ``key_rank`` each query of ``query_rank`` sees; None if one of the ranks has no tokens."""
-        shard = self.sharding.ring_positions(key_rank)
-        if not len(shard) or not len(self.sharding.ring_positions(query_rank)):
+        shard = self.tokens.ring_positions(key_rank)
+        if not len(shard) or not len(self.tokens.ring_positions(query_rank)):
             return None
         return self._intervals(query_rank, ShardRows(shard, RowSpans(((0, len(shard)),))), device, positions)
 
@@ -209,7 +209,7 @@ class AttentionPlan:
         lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(query_rank, device))  # [b, q_len]
         q_positions = k_positions = lo
         if positions:
-            q_positions = self.sharding.ring_positions(query_rank).tensor(device).int()
+            q_positions = self.tokens.ring_positions(query_rank).tensor(device).int()
             k_positions = keys.positions(device).int()
         return KeyIntervals(lo, hi, q_positions, k_positions)
 
@@ -217,9 +217,9 @@ class AttentionPlan:
         """The first and one past the last visible position of each query of a rank, ``[b, q_len]``. Cached."""
 
         def make() -> tuple[Tensor, Tensor]:
-            queries = self.sharding.ring_positions(query_rank).tensor(device)
+            queries = self.tokens.ring_positions(query_rank).tensor(device)
             rows = [runs.at(queries) for runs in self._runs]
-            seq_len = self.sharding.seq_len
+            seq_len = self.tokens.seq_len
             dtype = torch.int32 if seq_len < _INT32 else torch.int64
             lo, hi = (torch.stack(ends).clamp_(max=seq_len).to(dtype) for ends in zip(*rows, strict=True))
             return lo, hi
@@ -228,17 +228,17 @@ class AttentionPlan:
 
     @cached_property
     def _has_queries(self) -> bool:
-        return len(self.sharding.ring_positions(self.rank)) > 0
+        return len(self.tokens.ring_positions(self.rank)) > 0
 
     def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
         if query_rank not in self._ranges:
-            exact = max(map(len, self._runs)) * self.sharding.ring <= _EXACT_RANGES
-            queries = self.sharding.ring_positions(query_rank)
-            self._ranges[query_rank] = visible_ranges(self._runs, queries, self.sharding.seq_len, exact)
+            exact = max(map(len, self._runs)) * self.tokens.ring <= _EXACT_RANGES
+            queries = self.tokens.ring_positions(query_rank)
+            self._ranges[query_rank] = visible_ranges(self._runs, queries, self.tokens.seq_len, exact)
         return self._ranges[query_rank]
 
     def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
-        shard = self.sharding.ring_positions(key_rank)
+        shard = self.tokens.ring_positions(key_rank)
         if self.dense:
             return RowSpans(((0, len(shard)),)) if len(shard) else NO_ROWS
         if query_rank != self.rank and not self._may_see(query_rank, shard):
@@ -247,7 +247,7 @@ class AttentionPlan:
 
     def _host_rows(self, host: int, key_rank: int) -> RowSpans:
         """The rows of ``key_rank``'s shard that are sent to ``host``: those that any of its ranks needs."""
-        shard = self.sharding.ring_positions(key_rank)
+        shard = self.tokens.ring_positions(key_rank)
         if self.dense:
             return RowSpans(((0, len(shard)),)) if len(shard) else NO_ROWS
         ranks = self._ranks_of_host(host)
@@ -269,7 +269,7 @@ class AttentionPlan:
         if not len(shard):
             return False
         start, stop = shard.stripes[0].start, shard.stripes[-1].stop
-        for stripe in self.sharding.ring_positions(query_rank).stripes:
+        for stripe in self.tokens.ring_positions(query_rank).stripes:
             for runs in self._runs:
                 lo, hi = runs.bounds(stripe.start, stripe.stop - 1)
                 if lo < stop and hi > start:
@@ -287,8 +287,8 @@ class AttentionPlan:
         return 0, index - inter_host_steps
 
     def _local_step(self) -> Step:
-        tokens = self.sharding.together() if self.sharding.replicated else self.sharding
-        shard = tokens.ring_positions(0 if self.sharding.replicated else self.rank)
+        tokens = self.tokens.together() if self.tokens.replicated else self.tokens
+        shard = tokens.ring_positions(0 if self.tokens.replicated else self.rank)
         rows = rows_in(self._visible(self.rank), shard)
         everything = RowSpans(((0, len(shard)),))
         return Step(0, ShardRows(shard, everything) if len(rows) else None)
@@ -325,11 +325,11 @@ class AttentionPlan:
         return Transfer(peer, owner, rows, at)
 
     def _keys(self, hop: Hop) -> ShardRows | GatheredRows | None:
-        shards = tuple(ShardRows(self.sharding.ring_positions(t.owner), t.owner_rows) for t in hop.receives)
+        shards = tuple(ShardRows(self.tokens.ring_positions(t.owner), t.owner_rows) for t in hop.receives)
         if not self.gather or not shards:
             return shards[0] if shards else None
-        ranges = ((0, self.sharding.seq_len),) if self.dense else self._visible(self.rank)
-        own = self.sharding.ring_positions(self.rank)
+        ranges = ((0, self.tokens.seq_len),) if self.dense else self._visible(self.rank)
+        own = self.tokens.ring_positions(self.rank)
         return GatheredRows(ranges, ShardRows(own, rows_in(ranges, own)), shards)
 
     def _inter_host(self, distance: int) -> Hop:
@@ -379,7 +379,7 @@ _PLANS_OF_A_MASK = 8
 
 def attention_plan(
     mask: Mask,
-    sharding: TokenLayout,
+    tokens: TokenLayout,
     rank: int,
     gather: bool = False,
     per_host: int | None = None,
@@ -388,15 +388,15 @@ def attention_plan(
 
     Args:
         mask: which keys each query sees.
-        sharding: which positions each rank holds.
+        tokens: which positions each rank holds.
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
     """
-    key: Hashable = sharding, rank, gather, per_host or sharding.ring
+    key: Hashable = tokens, rank, gather, per_host or tokens.ring
     plan: AttentionPlan | None = mask.plans.get(key)
     if plan is None:
-        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, sharding, rank, gather, per_host))
+        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, tokens, rank, gather, per_host))
         while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
             mask.plans.pop(next(iter(mask.plans)), None)
         mask.plans[key] = plan

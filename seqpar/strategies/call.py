@@ -120,7 +120,7 @@ class AttentionCall:
         The number of chunks is the same on all ranks, whatever the lengths of their shards.
         """
         plan, chunks = self.plan, self.placement.chunks
-        saves_memory = chunks is not None or (plan.gather and plan.per_host < plan.sharding.ring)
+        saves_memory = chunks is not None or (plan.gather and plan.per_host < plan.tokens.ring)
         if chunks is None and (shares_memory or plan.num_steps == 1):
             chunks = 1
         elif chunks is None:

@@ -40,13 +40,13 @@ MIN_CHUNK_WORK = {"cpu": 1 << 29, "cuda": 1 << 34}
 PREFETCH_CHUNKS = {"cpu": 1, "cuda": 2}
 
 
-def chunk_limit(sharding: TokenLayout, q_shape: Sequence[int], device_type: str) -> int:
+def chunk_limit(tokens: TokenLayout, q_shape: Sequence[int], device_type: str) -> int:
     """The largest number of chunks into which it pays to divide the heads of a rank. It is the same on every rank.
 
     ``q_shape`` is the shape of a sequence shard of q, ``[b, s, h, d]``.
     """
     batch, _, heads, dim = q_shape
-    work = batch * heads * dim * sharding.seq_len**2 // sharding.ranks
+    work = batch * heads * dim * tokens.seq_len**2 // tokens.ranks
     return max(1, min(MAX_CHUNKS, work // MIN_CHUNK_WORK.get(device_type, MIN_CHUNK_WORK["cuda"])))
 
 

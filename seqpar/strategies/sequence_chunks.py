@@ -82,12 +82,12 @@ class ChunkRows:
         return [rows.length for rows in self.chunks]
 
 
-def rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) -> ChunkRows:
+def rows_of_sharding(tokens: TokenLayout, rank: int, device: torch.device) -> ChunkRows:
     """The rows of the tensor-parallel ranks that attention treats as its single rank ``rank``. Cached."""
 
     def make() -> ChunkRows:
-        full, by_rank = sharding.tensor_positions(rank)
-        order = torch.cat(sharding.tensor_rows(rank, device))
+        full, by_rank = tokens.tensor_positions(rank)
+        order = torch.cat(tokens.tensor_rows(rank, device))
 
         def rows_at(span: range) -> Rows:
             if not len(span):
@@ -111,7 +111,7 @@ def rows_of_sharding(sharding: TokenLayout, rank: int, device: torch.device) -> 
         )
         return replace(chunks, order=None) if in_order else chunks
 
-    return cached_tensors(("chunks", sharding, rank), device, make)
+    return cached_tensors(("chunks", tokens, rank), device, make)
 
 
 @lru_cache(maxsize=8)

@@ -40,7 +40,7 @@ def messages_of(plan: AttentionPlan, fails_after: int | None = None) -> list[Gro
         groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])
         return Pending()
 
-    number = 4 if plan.sharding.ring <= 4 else 1  # with few ranks, heads are sent in chunks
+    number = 4 if plan.tokens.ring <= 4 else 1  # with few ranks, heads are sent in chunks
     heads = Heads.of_model(number, number)
     counts = {_no_forward: 0, _no_backward: 0}
 
@@ -54,14 +54,14 @@ def messages_of(plan: AttentionPlan, fails_after: int | None = None) -> list[Gro
     stub = SimpleNamespace(forward=forward, backward=backward, reads_delta=False)
     first = plan.rank // plan.per_host * plan.per_host
     within: Any = range(first, first + plan.per_host)
-    across: Any = range(plan.rank % plan.per_host, plan.sharding.ring, plan.per_host)
+    across: Any = range(plan.rank % plan.per_host, plan.tokens.ring, plan.per_host)
     none: Any = None
     links = p2p.Links(None, p2p.Link(within, None, None, none, 0), p2p.Link(across, None, None, none, 0))
     call: Any = AttentionCall(
-        placement=SimpleNamespace(chunks=None, tokens=plan.sharding),
+        placement=SimpleNamespace(chunks=None, tokens=plan.tokens),
         plan=plan, spec=AttentionSpec(), heads=heads, score=Score(1.0),
     )  # fmt: skip
-    tokens = len(plan.sharding.ring_positions(plan.rank))
+    tokens = len(plan.tokens.ring_positions(plan.rank))
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
     with (
         mock.patch.dict(calls._MIN_CHUNK_BYTES, cpu=1),

@@ -322,7 +322,7 @@ def test_a_step_has_the_layers_of_each_kind() -> None:
     assert both.bytes_sent[WITHIN] == sent
     outside = StepCost(setting).loss_seconds() + StepCost(setting).optimizer_seconds()
     assert both.seconds == pytest.approx(seconds + outside, rel=0.02)  # weights are sent as the mean of all layers
-    assert both.memory.activations == pytest.approx(kept + 4 * 5120 * setting.tokens)
+    assert both.memory.activations == pytest.approx(kept + 4 * 5120 * setting.most_tokens)
 
 
 def test_ranks_without_heads_save_no_time() -> None:

@@ -314,7 +314,7 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
     for layout in LAYOUTS:
         setting = Setting(attention_shape(8, 8, 64), H100, mask, tokens, ring=world, layout=layout)
         dense = mask.dense(tokens).view(-1, tokens, tokens)[0]
-        shards = [setting.sharding.ring_positions(r).tensor(torch.device("cpu")) for r in range(world)]
+        shards = [setting.tokens.ring_positions(r).tensor(torch.device("cpu")) for r in range(world)]
         counted = max(int(dense[positions].sum()) for positions in shards)
         work[layout] = setting.imbalance(), counted
     assert sorted(work, key=lambda x: work[x][0]) == sorted(work, key=lambda x: work[x][1])
