@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
+from weakref import ref
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -63,7 +64,7 @@ class Running(threading.local, Generic[T]):
             checkpoint = vars(module).get(name)
             if checkpoint is not None and getattr(checkpoint, "_seqpar_running", None) is not self:
                 vars(module)[name] = run = self._entering(checkpoint, enter or self)
-                undo.callback(_restore, vars(module), name, run, checkpoint)
+                undo.callback(_restore, ref(module), name, run, checkpoint)  # weakly: a copy may end before
 
     def _entering(self, checkpoint: Callable[..., Any], enter: Enter) -> Any:
         def run(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,6 +80,6 @@ class Running(threading.local, Generic[T]):
         return run
 
 
-def _restore(attributes: dict[str, Any], name: str, ours: Any, before: Any) -> None:
-    if attributes.get(name) is ours:
-        attributes[name] = before
+def _restore(module: ref[nn.Module], name: str, ours: Any, before: Any) -> None:
+    if (alive := module()) is not None and vars(alive).get(name) is ours:
+        vars(alive)[name] = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import threading
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
+from weakref import ref
 
 import accelerate.hooks
 import diffusers.hooks
@@ -190,6 +192,12 @@ def test_a_function_that_replaced_ours_stays() -> None:
     with ExitStack() as undo:
         running.recomputed([block], undo)
         block._gradient_checkpointing_func = theirs = partial(checkpoint, use_reentrant=False)
+        other = Block(running, False)
+        running.recomputed([other], undo)
+        alive = ref(other)
+        del other
+        gc.collect()
+        assert alive() is None  # a copy of a model ends before the model is restored
     assert block._gradient_checkpointing_func is theirs
 
 
