@@ -16,6 +16,8 @@ from torch.nn.functional import cross_entropy
 import seqpar.hf
 from seqpar.placement import balanced
 
+from ..reference import nudge
+
 
 def norm(parameters: Iterable[torch.nn.Parameter]) -> float:
     """The norm of all gradients, of the shards of all ranks together."""
@@ -49,13 +51,16 @@ def run_printed(texts: dict[str, str]) -> dict[str, float]:
     return found
 
 
-def run_on_one_device(texts: dict[str, str]) -> dict[str, float]:
-    """The same norms of the model and the rows of each text, on one rank, with a loss of this test's own."""
+def run_on_one_device(texts: dict[str, str]) -> list[dict[str, float]]:
+    """The same norms of the model and the rows of each text, on one rank, with a loss of this test's own.
+
+    Then the norms of the model whose weights ``nudge`` has changed: they differ by the rounding of one process.
+    """
     seqpar.init_mesh()
-    return {name: _norm_on_one_device(text) for name, text in texts.items()}
+    return [{name: _norm_on_one_device(text, nudged) for name, text in texts.items()} for nudged in (False, True)]
 
 
-def _norm_on_one_device(text: str) -> float:
+def _norm_on_one_device(text: str, nudged: bool) -> float:
     sizes = re.findall(r"(\w+)=(\d+)", text.split("seqpar.init_mesh(")[1].split(")")[0])
     replicas, parts = int(dict(sizes).get("dp", 1)), int(text.split("accumulation = ")[1].split("\n")[0])
     end = "seqpar.hf.parallelize(" if "hf.parallelize(" in text else "shards = mesh"
@@ -63,6 +68,8 @@ def _norm_on_one_device(text: str) -> float:
     names: dict[str, Any] = {}
     exec(compile(alone, "alone", "exec"), names)
     model, documents = names["model"], names.get("documents", [0, names["seq_len"]])
+    if nudged:
+        nudge(model.parameters())
     for replica in range(replicas):
         rows = names["batches"](replica)
         for _ in range(parts):
