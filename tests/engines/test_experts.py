@@ -31,8 +31,8 @@ TOKENS, HIDDEN, VOCAB = 19, 8, 11
 
 
 class Expert(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(HIDDEN, 12), nn.GELU(), nn.Linear(12, HIDDEN))
+    def __init__(self, hidden: int = HIDDEN) -> None:
+        super().__init__(nn.Linear(hidden, 12), nn.GELU(), nn.Linear(12, hidden))
 
 
 class Mixture(nn.Module):
@@ -42,11 +42,14 @@ class Mixture(nn.Module):
         experts: all experts, or this rank's one, by their numbers.
         count: the number of all experts.
         group: the ranks that hold them, in the order of the experts; None if this process holds all.
+        hidden: the number of channels.
     """
 
-    def __init__(self, experts: dict[int, Expert], count: int, group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self, experts: dict[int, Expert], count: int, group: ProcessGroup | None = None, hidden: int = HIDDEN
+    ) -> None:
         super().__init__()
-        self.router = nn.Linear(HIDDEN, count)
+        self.router = nn.Linear(hidden, count)
         self.experts = nn.ModuleDict({str(number): expert for number, expert in experts.items()})
         self.count, self.group = count, group
         if group is not None:  # an expert has the gradients of the losses of all ranks in the group: their mean is due
@@ -70,7 +73,7 @@ class Mixture(nn.Module):
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self.group)
         received = arriving.tolist()
-        here = tokens.new_empty(sum(received), HIDDEN)
+        here = tokens.new_empty(sum(received), tokens.shape[1])
         here = dist_nn.all_to_all_single(here, tokens, received, sent, group=self.group)
         back: Tensor = dist_nn.all_to_all_single(
             torch.empty_like(tokens), experts[0](here), sent, received, group=self.group

@@ -27,6 +27,7 @@ from seqpar.hf.verification.recording import PinnedExperts
 from seqpar.strategies.attend import attend
 
 from ..pool import Pool, on_ranks
+from ..engines.test_experts import Expert, Mixture
 from .test_multimodal import make_batch as with_images
 from .test_multimodal import tiny as tiny_wrapper
 from .workers import BATCHES, MECHANISMS, gradients, make_batch, parallel, report_on, shard_function, tiny
@@ -158,6 +159,39 @@ def with_half_precision(group: ProcessGroup) -> tuple[bool, bool]:
 
 def test_experts_are_pinned(pool: Pool) -> None:
     assert pool.run(2, with_half_precision) == [(True, False)] * 2
+
+
+@on_ranks
+def with_experts_of_ones_own(group: ProcessGroup) -> list[str]:
+    """Reports on a model in which each rank holds one expert: right, without ``ignore``, and with wrong gradients."""
+    model = tiny("llama")
+    experts = [Expert(32) for _ in range(group.size())]  # from the same seed on every rank
+    own = {group.rank(): experts[group.rank()]}
+    model.model.layers[0].mlp = mixture = Mixture(own, group.size(), group, hidden=32)
+    seqpar.hf.parallelize(model, group=group)
+    ignore = [mixture.experts]
+
+    def doubled(model: Any) -> None:
+        seqpar.sync_gradients(model, group=group, ignore=ignore)
+        for p in mixture.experts.parameters():
+            assert p.grad is not None
+            p.grad *= 2
+
+    syncs = None, partial(seqpar.sync_gradients, group=group), doubled
+    without, *reports = report_on(model, "left"), *(report_on(model, "left", ignore=ignore, sync=x) for x in syncs)
+    return [str(x) for x in (without, *reports)]
+
+
+def test_experts_that_one_rank_holds(pool: Pool) -> None:
+    words = (
+        "experts.0.0.weight torch.float32 trained",
+        "equal to one device",
+        "pass the parameters that a rank holds alone as ignore=",
+        "gradient: model.layers.0.mlp.experts",
+    )
+    for reports in pool.run(2, with_experts_of_ones_own):
+        for said, expected in zip(reports, words, strict=True):
+            assert expected in said, said
 
 
 @on_ranks
