@@ -26,8 +26,8 @@ from seqpar.hf.verification import run
 from seqpar.hf.verification.recording import PinnedExperts
 from seqpar.strategies.attend import attend
 
-from ..pool import Pool, on_ranks
 from ..engines.test_experts import Expert, Mixture
+from ..pool import Pool, on_ranks
 from .test_multimodal import make_batch as with_images
 from .test_multimodal import tiny as tiny_wrapper
 from .workers import BATCHES, MECHANISMS, gradients, make_batch, parallel, report_on, shard_function, tiny
