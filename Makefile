@@ -52,7 +52,7 @@ gate: $(READY)
 	$(BIN)/python tools/gate.py --what all
 
 # All Hugging Face tests with the oldest and the newest versions of transformers, accelerate, peft and TRL, each in
-# an environment of its own. Writes the table in docs/huggingface.md.
+# an environment of its own. Writes the table in docs/hf-refused.md.
 compat: $(READY)
 	TORCH="$(TORCH)" CPU_INDEX="$(CPU_INDEX)" $(BIN)/python tests/hf/compat.py
 

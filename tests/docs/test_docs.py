@@ -30,7 +30,14 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(str(page.relative_to(ROOT)) for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 # Ranks that a page runs on, by default 4. With 0 it runs in a process of its own, because it starts what a process has
 # once (accelerate's state, a Trainer).
-RANKS = {"README.md": 0, "docs/huggingface.md": 0, "docs/migrating.md": 0, "docs/planning.md": 1, "docs/megatron.md": 8}
+RANKS = {
+    "README.md": 0,
+    "docs/huggingface.md": 0,
+    "docs/hf-outputs.md": 0,
+    "docs/migrating.md": 0,
+    "docs/planning.md": 1,
+    "docs/megatron.md": 8,
+}
 _BLOCK = re.compile(r"^```(python|diff)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 _WIDTH = 95  # columns that the site shows beside its side bars, and GitHub without a scroll bar

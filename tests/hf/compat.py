@@ -1,7 +1,7 @@
 """``make compat``: runs all tests of ``seqpar.hf`` and ``seqpar.diffusers`` with the oldest and newest dependencies.
 
 Each set of versions has an environment of its own in .compat/. The results are written to tables in
-docs/huggingface.md and docs/diffusers.md. The names of test folders, such as tests/diffusers, run only these.
+docs/hf-refused.md and docs/diffusers.md. The names of test folders, such as tests/diffusers, run only these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Suite(NamedTuple):
 
 SUITES = {
     "tests/hf": Suite(
-        "docs/huggingface.md",
+        "docs/hf-refused.md",
         ("transformers", "accelerate", "peft", "trl", "torch"),
         {
             "oldest": ("transformers==5.23.0", "accelerate==1.12.0", "peft==0.18.0", "trl==1.9.0"),
