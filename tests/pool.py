@@ -190,7 +190,8 @@ class Pool:
                     answers[rank] = _Answer(*pickle.loads(pipe.recv_bytes()))
                 except EOFError:
                     self._processes[rank].join(1)
-                    answers[rank] = _Answer(False, f"the process ended with code {self._processes[rank].exitcode}")
+                    code, stack = self._processes[rank].exitcode, self._stack_files[rank].read()
+                    answers[rank] = _Answer(False, f"the process ended with code {code}; {stack}")
                 if not answers[rank].ok:
                     end = min(end, time.monotonic() + _GRACE_S)
         for answer in answers.values():
@@ -384,6 +385,7 @@ def _worker(rank: int, worlds: Sequence[int], port: int, pipe: Connection, stack
     """The main function of a worker process. It makes the groups, and then runs functions until the pipe is closed."""
     stacks = open(stack_file, "w")  # noqa: SIM115 (it is open until the process ends)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable(file=stacks)
     threading.Thread(target=_die_with_parent, daemon=True).start()
     if sys.platform == "linux":  # this also ends a paused process, when the fork server ends together with the tests
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
