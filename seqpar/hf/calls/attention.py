@@ -341,8 +341,7 @@ def no_mask(
 def _mask_of_call(
     function: MaskFunction | None, rows: int, length: int, attention_mask: Tensor | None, device: torch.device | None
 ) -> Mask | None:
-    forward = forwards.now
-    if forward is None or forward.positions is None:  # the text model runs, on its part
+    if (forward := forwards.now) is None or forward.positions is None:  # the text model runs, on its part
         return None
     if function is None or _is_known(function, forward) or length < 2:
         return None

@@ -226,8 +226,7 @@ def _caches(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 @no_compile
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """End the ``Forward``, and return the output that the caller asked for. None: the model's forward has raised."""
-    forward = forwards.now
-    if forward is None or forward.model is not model:
+    if (forward := forwards.now) is None or forward.model is not model:
         return None
     if forward.noise is not None:
         setattr(forward.noise[0], _NOISE, forward.noise[1])
@@ -285,8 +284,7 @@ def after_score(head: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
 
     The model itself returns the scores of this rank's last token, which may not be the last token of the sequence.
     """
-    forward = forwards.now
-    if forward is not None and forward.batch_shard is not None:
+    if (forward := forwards.now) is not None and forward.batch_shard is not None:
         forward.scores = output
 
 
@@ -361,8 +359,7 @@ def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
     The rotary embedding then computes the frequencies for the length of the full sequence.
     """
-    forward = forwards.now
-    if forward is None or (shard := forward.batch_shard) is None:
+    if (forward := forwards.now) is None or (shard := forward.batch_shard) is None:
         return None
 
     def append(ids: Tensor) -> Tensor:
@@ -375,7 +372,6 @@ def before_rope(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def after_rope(module: nn.Module, args: Any, kwargs: Any, output: tuple[Tensor, Tensor]) -> Any:
     """Remove the appended position from ``cos, sin [batch, seq_local + 1, head_dim]``."""
-    forward = forwards.now
-    if forward is None or forward.batch_shard is None:
+    if (forward := forwards.now) is None or forward.batch_shard is None:
         return None
     return tuple(x[..., :-1, :] for x in output)

@@ -264,8 +264,7 @@ def without_image_positions(batch: Mapping[str, Any]) -> dict[str, Any]:
 @no_compile
 def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
     """The hook before the text model's forward: shard its arguments, unless the batch is sharded already."""
-    forward = forwards.now
-    if forward is None or forward.shard is None:
+    if (forward := forwards.now) is None or forward.shard is None:
         return None
     parameters = parameters_of(text)
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}

@@ -111,8 +111,7 @@ class TokenLoss:
                 f"ignore_index={ignore_index}: the labels that do not count are {IGNORE_INDEX} here, because they were "
                 f"counted before; pass labels.masked_fill(labels == {ignore_index}, {IGNORE_INDEX}) instead"
             )
-        forward = forwards.now
-        if forward is not None and forward.targets is not None:
+        if (forward := forwards.now) is not None and forward.targets is not None:
             # The caller asked for log-probabilities instead of a loss.
             return torch.zeros((), dtype=torch.float32, device=labels.device)
         labels = labels if shift_labels is None else shift_labels
