@@ -22,6 +22,7 @@ from ..verification import VerificationError, VerificationReport
 from .batch import BatchShard, shard_batch
 from .data import PlanCollator, ShardCollator, ShardedLoader
 from .losses.logits import token_log_probs
+from .mechanisms.mixers import register_mixer
 from .patch import parallelize, restore
 from .verification.run import verify
 
@@ -39,6 +40,7 @@ __all__ = [
     "VerificationError",
     "VerificationReport",
     "parallelize",
+    "register_mixer",
     "restore",
     "shard_batch",
     "token_log_probs",

@@ -364,7 +364,7 @@ KEPT: dict[str, str] = {
     "hf.batch": "BatchShard",
     "hf.calls.forward": "_say_documents_are_apart",
     "hf.mechanisms.indexers": "indexers _intervals",
-    "hf.mechanisms.mixers": "_running",
+    "hf.mechanisms.mixers": "_registered _running",
     "hf.calls.per_rank": "_Arguments.tensors _Arguments.values",
     "hf.state": "Patch DecodeShard forwards shards_text_model",
     "hf.inspection.trial": "Trial.scalings",

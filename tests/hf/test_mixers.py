@@ -4,10 +4,14 @@ attention to keys that an indexer chooses."""
 from __future__ import annotations
 
 import gc
+import importlib.util
+import re
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -258,3 +262,70 @@ def test_refused_models(pool: Pool) -> None:
     }
     for name, reason in reasons.items():
         assert reason in pool.run(1, refused, name)[0]
+
+
+def remote_file(name: str) -> ModuleType:
+    """A copy of LFM2's model file outside of transformers, whose convolution has another name."""
+    spec = importlib.util.find_spec("transformers.models.lfm2.modeling_lfm2")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text()
+    source = source.replace("from ...", "from transformers.").replace(
+        "from .conf", "from transformers.models.lfm2.conf"
+    )
+    file = ModuleType(name)
+    file.__file__ = spec.origin
+    sys.modules[name] = file
+    exec(compile(re.sub(r"(?<!\")causal_conv1d_fn", "short_conv", source), spec.origin, "exec"), vars(file))
+    return file
+
+
+def _short_conv(original: Any, options: dict[str, Any], x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """x ``[b, c, t]``."""
+    width = weight.shape[1] - 1
+
+    def of_rows(y: Tensor) -> Tensor:
+        out: Tensor = original(y.transpose(1, 2), weight, *args, **kwargs)
+        return out[:, :, width:].transpose(1, 2)
+
+    return seqpar.mixers.halo(of_rows, x.transpose(1, 2), width, **options).transpose(1, 2)
+
+
+@on_ranks
+def train_remote_code(group: ProcessGroup, expected: Expected) -> tuple[str, float, float]:
+    """The error before ``register_mixer``; then the errors of the loss and the gradients."""
+    file = remote_file("modeling_remote")
+    model = tiny(Case("lfm2", "packed").family)
+    remote = file.Lfm2ForCausalLM(model.config)
+    remote.load_state_dict(model.state_dict())
+    remote.set_attn_implementation("sdpa")
+    try:
+        seqpar.hf.parallelize(remote, group=group)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    seqpar.hf.register_mixer(file, "short_conv", _short_conv, lambda x, *args, **kwargs: x)
+    seqpar.hf.parallelize(remote, group=group)
+    loss = remote(**make_batch("packed", True, remote)).loss
+    loss.backward()
+    seqpar.sync_gradients(remote, group=group)
+    distance = float((gradients(remote) - expected.gradients).norm() / expected.gradients.norm())
+    return refused, abs(float(loss.detach()) - expected.loss) / abs(expected.loss), distance
+
+
+def test_register_mixer(own: OwnPool) -> None:
+    expected = one_process_of("lfm2", "packed")
+    for refused, loss, distance in own.pool.run(2, train_remote_code, expected):
+        assert "layer 0 is of type 'conv'" in refused and "seqpar.hf.register_mixer" in refused, refused
+        check_errors(loss, distance, expected.rounding, "remote code")
+
+
+def test_errors_of_register_mixer() -> None:
+    register: Any = seqpar.hf.register_mixer
+    for arguments, message in (
+        (("modeling_absent", "f"), "file='modeling_absent': no module of this name is imported"),
+        (("re", "scan"), "name='scan': re has no such function"),
+        (("re", "match", len), "pass both, or none"),
+        (("re", "match"), "name='match': pass sharded and tokenwise; they are known for causal_conv1d_fn, "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            register(*arguments)

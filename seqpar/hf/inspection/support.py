@@ -150,8 +150,10 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
                 "way, such as by keys pooled over runs of tokens; such an indexer cannot be sharded"
             )
         if layer_type not in supported:
-            names = ", ".join(supported)
-            yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence"
+            names, todo = ", ".join(supported), ""
+            if layer_type in _MIXER_TYPES:
+                todo = "; name the function in the model's file that mixes tokens by seqpar.hf.register_mixer"
+            yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence{todo}"
     purposes = {"kwargs": "to pass the mask to the layers", "position_ids": "for the positions of each rank's tokens"}
     for parameter, purpose in purposes.items():
         if parameter not in parameters_of(model):

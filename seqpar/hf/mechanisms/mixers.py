@@ -44,9 +44,15 @@ def _token_bytes(*tensors: Tensor) -> int:
 
 
 def _convolution(
-    original: Original, options: dict[str, Any], x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None
+    original: Original,
+    options: dict[str, Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    activation: Any = None,
+    **of_the_layer: Any,
 ) -> Tensor:
-    """x ``[b, c, t]``, weight ``[c, W]``."""
+    """x ``[b, c, t]``, weight ``[c, W]``. Further arguments belong to the call of the layer."""
     sharding, width = options["sharding"], weight.shape[1] - 1
     if not sends_halo(sharding.tokens, width):
 
@@ -265,15 +271,62 @@ _FUNCTIONS = {
 }
 
 
+_registered: dict[str, dict[str, _Function]] = {}  # by file, and by the name of a function in it
+
+
+def register_mixer(
+    file: ModuleType | str,
+    name: str,
+    sharded: Callable[..., Any] | None = None,
+    tokenwise: Callable[..., Any] | None = None,
+) -> None:
+    """Say how a function that mixes tokens in a model's file runs over a sharded sequence.
+
+    ``parallelize`` knows the functions in the files of transformers' models. For a file of your own, or one that comes
+    with a model (``trust_remote_code``), call this before ``parallelize``. The layers must call the function by its
+    name in the file. The first step of a training compares such a model with one process (``SEQPAR_VERIFY``).
+
+    Args:
+        file: the module that the model's classes are in, such as ``sys.modules[type(model).__module__]``, or its name.
+        name: the name of the function in the file.
+        sharded: ``sharded(original, options, *args, **kwargs)`` takes tensors of this rank's tokens, and returns what
+            ``original(*args, **kwargs)`` returns for these tokens. It calls ``original`` inside of ``by_heads``,
+            ``by_states`` or ``halo`` of ``seqpar.mixers`` with ``**options``, which are the sharding and the mask.
+            None: as the function of this name in transformers' files.
+        tokenwise: takes the same arguments as the function and returns outputs of the same shapes, in which each token
+            depends on itself only, and on each input. ``parallelize`` runs the model with it, and so sees whether
+            anything else mixes tokens.
+
+    Raises:
+        ValueError: the file is not imported or has no such function, or only one of ``sharded`` and ``tokenwise`` is
+            given, or none is and transformers' files have no function of this name.
+    """
+    module = sys.modules.get(file) if isinstance(file, str) else file
+    if module is None:
+        raise ValueError(f"file={file!r}: no module of this name is imported; import the model's file first")
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"name={name!r}: {module.__name__} has no such function")
+    if (sharded is None) != (tokenwise is None):
+        raise ValueError("sharded, tokenwise: pass both, or none for a function that transformers' files have too")
+    if sharded is None and name not in _FUNCTIONS:
+        raise ValueError(f"name={name!r}: pass sharded and tokenwise; they are known for {', '.join(_FUNCTIONS)} only")
+    known = _FUNCTIONS[name] if sharded is None or tokenwise is None else _Function(sharded, tokenwise)
+    _registered.setdefault(module.__name__, {})[name] = known
+
+
 def _file_names(module: nn.Module) -> set[str]:
-    return {cls.__module__ for cls in type(module).__mro__ if cls.__module__.startswith("transformers.models.")}
+    files = {cls.__module__ for cls in type(module).__mro__}
+    return {file for file in files if file.startswith("transformers.models.") or file in _registered}
 
 
-def _files(model: nn.Module) -> dict[ModuleType, list[str]]:
-    """The files of transformers' models that classes in ``model`` are from, and the names of such functions in them."""
-    files = [sys.modules[name] for name in {name for m in model.modules() for name in _file_names(m)}]
-    found = {file: [name for name in _FUNCTIONS if callable(getattr(file, name, None))] for file in files}
-    return {file: names for file, names in found.items() if names}
+def _files(model: nn.Module) -> dict[ModuleType, dict[str, _Function]]:
+    """The files that classes in ``model`` are from, and such functions in them by name."""
+    found = {}
+    for file in {sys.modules[name] for module in model.modules() for name in _file_names(module)}:
+        known = _FUNCTIONS if file.__name__.startswith("transformers.models.") else {}
+        known = {**known, **_registered.get(file.__name__, {})}
+        found[file] = {name: function for name, function in known.items() if callable(getattr(file, name, None))}
+    return {file: functions for file, functions in found.items() if functions}
 
 
 def of_mixer_files(model: nn.Module) -> set[str]:
@@ -295,8 +348,8 @@ def tokenwise_mixers(model: nn.Module, called: Callable[[], None]) -> Iterator[N
         return run
 
     with ExitStack() as stack:
-        for file, names in _files(model).items():
-            values = {name: reporting(_FUNCTIONS[name].tokenwise) for name in names}
+        for file, functions in _files(model).items():
+            values = {name: reporting(function.tokenwise) for name, function in functions.items()}
             stack.enter_context(replaced(file, **values))
         yield
 
@@ -333,9 +386,9 @@ def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> N
             patch.undo.callback(before.remove)
             # always_call, because a recomputation in backward ends a layer early.
             patch.undo.callback(module.register_forward_hook(_after, always_call=True).remove)
-    for file, names in _files(model).items():
-        for name in names:
-            patch.undo.enter_context(replaced_in(file, name, partial(_stand_in, name)))
+    for file, functions in _files(model).items():
+        for name, function in functions.items():
+            patch.undo.enter_context(replaced_in(file, name, partial(_stand_in, function.sharded)))
     patch.has_mixers = True
 
 
@@ -365,7 +418,7 @@ def _after(module: nn.Module, args: Any, output: Any) -> None:
     _running.pop(module)
 
 
-def _stand_in(name: str, original: Original) -> Original:
+def _stand_in(sharded: Callable[..., Any], original: Original) -> Original:
     # A file that was imported while another one's function was replaced has the stand-in of that one.
     original = getattr(original, "_seqpar_original", original)
 
@@ -381,10 +434,8 @@ def _stand_in(name: str, original: Original) -> Original:
                     "the whole batch; leave it out"
                 )
         kwargs.pop("seqpar", None)
-        if name == "causal_conv1d_fn":  # further arguments are of the layer's call
-            kwargs = {key: x for key, x in kwargs.items() if key in ("weight", "bias", "activation")}
         options = {"sharding": shard.sharding, "mask": None if shard.unmasked else shard.mask}
-        return _FUNCTIONS[name].sharded(original, options, *args, **kwargs)
+        return sharded(original, options, *args, **kwargs)
 
     run.__wrapped__ = run._seqpar_original = original  # type: ignore[attr-defined]
     return run
