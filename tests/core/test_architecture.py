@@ -28,7 +28,7 @@ FLOORS = {
         ("losses",),
         ("calls",),
         ("verification",),
-        ("patch",),
+        ("patch", "shared_batches"),
         ("accelerate",),
     ),
 }
