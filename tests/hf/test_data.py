@@ -119,7 +119,7 @@ def resumed(group: ProcessGroup, kind: str, workers: int, scatter: bool, values:
     ],
 )
 def test_resumed_epoch(four: Pool, kind: str, workers: int, scatter: bool) -> None:
-    count = 57 if kind == "packed" else 29
+    count = 29 if kind in ("shuffled", "examples") else 57  # with these, one row is left over
     values = random.sample(range(1, 100_000), count)
     results = four.run(4, resumed, kind, workers, scatter, values)
     for rank, (epochs, ours) in enumerate(results):
