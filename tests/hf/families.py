@@ -20,7 +20,7 @@ import warnings
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ import seqpar
 import seqpar.hf
 
 from ..pool import Pool, WorkerError, on_ranks
+from ..reference import FACTOR, UNITS, nudge
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 BEGIN, END = "<!-- make families -->", "<!-- /make families -->"
@@ -41,7 +42,7 @@ KINDS = {
     "image-text": ("IMAGE_TEXT_TO_TEXT", "Models of images and text"),
 }
 BATCHES = ("plain", "right", "left", "packed")
-TOLERANCE = 1e-3
+_LARGEST_LIMIT = 0.05  # a larger error is wrong in any case
 DEADLINE_S = 120.0
 _RENEWED_AFTER = 60  # families: then the processes are started again, because imported models stay in memory
 
@@ -189,6 +190,16 @@ VARIANTS: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
 )  # fmt: skip
 
 
+class Error(NamedTuple):
+    """The largest relative error of the loss and the gradients, and its limit.
+
+    The limit follows from the rounding of one process, whose weights are changed by one unit in the last place.
+    """
+
+    error: float
+    limit: float
+
+
 @dataclass(frozen=True)
 class Row:
     """The result for one class.
@@ -196,13 +207,13 @@ class Row:
     Attributes:
         refused: the reason why ``parallelize`` refuses the model; empty if it accepts it.
         unbuilt: the reason why the model could not be made, or cannot run in one process.
-        cells: for each batch the largest relative error of the loss and the gradients, or the text of an error.
+        cells: for each batch the error of the loss and the gradients, or the text of an exception.
         warned: a warning of ``parallelize``.
     """
 
     refused: str = ""
     unbuilt: str = ""
-    cells: dict[str, float | str] = field(default_factory=dict)
+    cells: dict[str, Error | str] = field(default_factory=dict)
     warned: str = ""
 
 
@@ -390,7 +401,8 @@ def check(group: ProcessGroup, family: Family) -> Row:
     transformers.logging.set_verbosity_error()
     causal = family.kind != "masked"
     try:
-        model, ours = tiny(family), tiny(family)
+        model, ours, nudged = tiny(family), tiny(family), tiny(family)
+        nudge(nudged.parameters())
     except Exception as error:
         return Row(unbuilt=_text(error))
     with warnings.catch_warnings(record=True) as caught:
@@ -400,24 +412,29 @@ def check(group: ProcessGroup, family: Family) -> Row:
         except (ValueError, TypeError) as error:
             return Row(refused=str(error))
     warned = next((str(w.message) for w in caught if "trial run" in str(w.message)), "")
-    cells: dict[str, float | str] = {}
+    cells: dict[str, Error | str] = {}
+    errors, rounding = dict[str, float](), 0.0
     for how in BATCHES:
-        model.zero_grad()
-        ours.zero_grad()
+        for each in (model, ours, nudged):
+            each.zero_grad()
         batch = make_batch(how, causal, model)
         try:
             expected_loss = one_process(model, batch, causal)
         except Exception as error:
             return Row(unbuilt=_text(error), cells=cells, warned=warned)
         expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        # The largest one of all batches: whether a ReLU changes its sign is chance.
+        rounding = max(rounding, error_of(nudged, one_process(nudged, batch, causal), expected, expected_loss))
         try:
             loss = ours(**batch).loss
             loss.backward()
             seqpar.sync_gradients(ours, group=group)
-            cells[how] = error_of(ours, float(loss.detach()), expected, expected_loss)
+            errors[how] = error_of(ours, float(loss.detach()), expected, expected_loss)
         except Exception as error:
             cells[how] = _text(error)
     seqpar.hf.restore(ours)
+    limit = min(FACTOR * rounding + UNITS * torch.finfo(torch.float32).eps, _LARGEST_LIMIT)
+    cells |= {how: Error(error, limit) for how, error in errors.items()}
     return Row(cells=cells, warned=warned)
 
 
@@ -443,7 +460,7 @@ def cells_of(row: Row) -> tuple[list[str], str, bool]:
                 words.append(word if word == "refused" else "FAILS")
                 reasons.append(why if word == "refused" else result)
             else:
-                words.append("equal" if result <= TOLERANCE else f"WRONG ({result:.0e})")
+                words.append("equal" if result.error <= result.limit else f"WRONG ({result.error:.0e})")
         cells.append(next((word for word in words if word != "equal"), "equal"))
     right = all(cell in ("equal", "refused") for cell in cells)
     return cells, "; ".join(dict.fromkeys([*reasons, *filter(None, [row.warned])])), right
@@ -469,13 +486,15 @@ def summary(rows: list[tuple[Family, Row]]) -> str:
     results = [row for _, row in rows]
     built = [row for row in results if not row.unbuilt]
     refused = sum(bool(row.refused) or "refused" in cells_of(row)[0] for row in built)
-    errors = [x for row in built for x in row.cells.values() if isinstance(x, float)]
+    errors = [x for row in built for x in row.cells.values() if isinstance(x, Error)]
     wrong = [family.name for family, row in rows if not cells_of(row)[2]]
     return (
         f"transformers {transformers.__version__}, torch {torch.__version__}: of {len(rows)} models "
         f"{len(built) - refused - len(wrong)} are equal to one process, {refused} are refused, {len(wrong)} are wrong, "
         f"and {len(rows) - len(built)} could not be built. The largest relative error of a loss or gradient is "
-        f"{max((x for x in errors if x <= TOLERANCE), default=0.0):.0e}."
+        f"{max((x.error for x in errors if x.error <= x.limit), default=0.0):.0e}, and at most "
+        f"{max((x.error / x.limit for x in errors if x.error <= x.limit), default=0.0):.2f} of its limit, which is "
+        f"{FACTOR:.0f} times the error of one process whose weights are changed by one unit in the last place."
     )
 
 
@@ -492,7 +511,7 @@ def run(chosen: list[Family]) -> list[tuple[Family, Row]]:
             row = Row(cells={"plain": f"WorkerError: {lines[-1] if 'Traceback' in lines[0] else lines[0]}"})
         rows.append((family, row))
         cells, why, _ = cells_of(row)
-        errors = " ".join(f"{x:.0e}" for x in row.cells.values() if isinstance(x, float))
+        errors = " ".join(f"{x.error:.0e}/{x.limit:.0e}" for x in row.cells.values() if isinstance(x, Error))
         print(
             f"{time.monotonic() - started:5.0f} s", f"{family.types} ({family.name}):", *cells, errors, why, flush=True
         )

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 
 from ..pool import Pool
 from . import families
-from .families import Row, cells_of
+from .families import BATCHES, Error, Row, cells_of
 
 EQUAL, REFUSED = ["equal"] * 3, ["refused"] * 3
 
@@ -23,10 +23,10 @@ def test_families_of_each_outcome(pool: Pool) -> None:
 
 
 def test_cells_of_wrong_models() -> None:
-    right = {"plain": 1e-6, "right": 1e-6, "left": 1e-6, "packed": 1e-6}
+    right = dict.fromkeys(BATCHES, Error(1e-6, 1e-5))
     assert cells_of(Row(cells=dict(right))) == (EQUAL, "", True)
-    assert cells_of(Row(cells={**right, "left": 0.5})) == (["equal", "WRONG (5e-01)", "equal"], "", False)
-    assert cells_of(Row(cells={**right, "left": float("nan")}))[0][1] == "WRONG (nan)"
+    assert cells_of(Row(cells={**right, "left": Error(0.5, 0.05)})) == (["equal", "WRONG (5e-01)", "equal"], "", False)
+    assert cells_of(Row(cells={**right, "left": Error(float("nan"), 1e-5)}))[0][1] == "WRONG (nan)"
     assert cells_of(Row(cells={**right, "packed": "IndexError: x"}))[0::2] == (["equal", "equal", "FAILS"], False)
     assert cells_of(Row(cells={**right, "packed": "refused: x"})) == (["equal", "equal", "refused"], "x", True)
     assert cells_of(Row(cells={"plain": "WorkerError: x"}))[2] is False
