@@ -152,7 +152,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
         if layer_type not in supported:
             names, todo = ", ".join(supported), ""
             if layer_type in _MIXER_TYPES:
-                todo = "; name the function in the model's file that mixes tokens by seqpar.hf.register_mixer"
+                todo = "; if a function in the model's file mixes tokens there, name it by seqpar.hf.register_mixer"
             yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence{todo}"
     purposes = {"kwargs": "to pass the mask to the layers", "position_ids": "for the positions of each rank's tokens"}
     for parameter, purpose in purposes.items():
