@@ -340,8 +340,8 @@ class SharedMemoryTransport:
                 self._aliases.append((storage, words, word))
 
 
-# The transports of this process. A child that is forked closes its copies of the descriptors: otherwise the other ranks would
-# not notice that this rank has ended as long as the child lives.
+# The transports of this process. A child that is forked closes its copies of the descriptors: otherwise the other ranks
+# would not notice that this rank has ended as long as the child lives.
 _transports: WeakSet[SharedMemoryTransport] = WeakSet()
 
 
