@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .placement.strategies import StrategyName, StrategyOptions
 
 _CAUSAL = Mask.causal()
-Intervals = dict[Hashable, KeyIntervals | None]
+IntervalsByMask = dict[Hashable, KeyIntervals | None]
 _GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``attend_to_cached``
 
 
@@ -71,7 +71,7 @@ class KeyValueCache:
         self.sharding = sharding
         self._layers: dict[Hashable, _CachedKeys] = {}
         self._start, self._positions = -1, torch.empty(0, dtype=torch.int64, device="cpu")  # of the current new tokens
-        self._intervals: Intervals = {}
+        self._intervals: IntervalsByMask = {}
 
     @property
     def length(self) -> int:
@@ -274,7 +274,7 @@ def attend_to_cached(
     score: Score,
     group: ProcessGroup | None,
     backend: str,
-    intervals: Intervals,
+    intervals: IntervalsByMask,
 ) -> Tensor:
     """Attention of new tokens over the cached keys of all ranks, without gradients.
 
@@ -336,7 +336,7 @@ def _key_intervals(
     repeats: int,
     device: torch.device,
     with_positions: bool,
-    intervals: Intervals,
+    intervals: IntervalsByMask,
 ) -> KeyIntervals | None:
     """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``repeats`` times.
 

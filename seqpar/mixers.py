@@ -40,8 +40,8 @@ from .strategies.autograd import with_gradient
 from .strategies.head_exchange import HeadChunk, HeadExchange, head_exchange_of
 from .strategies.head_messages import split_heads
 from .strategies.row_exchange import (
+    EqualRuns,
     FetchRows,
-    Groups,
     HaloPlan,
     JoinBackward,
     StatePlan,
@@ -399,7 +399,7 @@ class ToSequence(torch.autograd.Function):
 @no_compile
 def _exchange_of(
     heads: Heads, like: Tensor, sharding: Sharding, mask: Mask | None
-) -> tuple[Exchange | None, Groups | None]:
+) -> tuple[Exchange | None, EqualRuns | None]:
     placement, link = _link(sharding, like)
     groups = None if mask is None else document_groups(placement.tokens, mask, like.shape[0], like.device)
     if link is None:
@@ -444,7 +444,7 @@ def _runs(rows: Tensor, index: Tensor) -> Tensor:
 
 
 def _in_groups(
-    fn: Callable[..., Any], tensors: tuple[Tensor, ...], groups: Groups | None
+    fn: Callable[..., Any], tensors: tuple[Tensor, ...], groups: EqualRuns | None
 ) -> tuple[bool, tuple[Tensor, ...]]:
     """Whether ``fn`` returns a single tensor, and its results, for tensors ``[b, t, ...]``."""
     rows = None if groups is None else [y.flatten(0, 1) for y in tensors]

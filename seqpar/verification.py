@@ -48,7 +48,7 @@ _ADDED = re.compile(r"module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wr
 _SHOWN = 8
 _KINDS = ("batch", "path", "weights", "layer", "input", "forward", "loss", "backward", "gradient")
 
-Step = Callable[..., Any]
+StepFunction = Callable[..., Any]
 
 
 class StepResult(NamedTuple):
@@ -178,8 +178,8 @@ class VerificationError(AssertionError):
 
 def verify(
     model: nn.Module,
-    step: Step,
-    reference: Step,
+    step: StepFunction,
+    reference: StepFunction,
     *,
     reference_model: nn.Module | None = None,
     tolerance: float | None = None,
@@ -252,8 +252,8 @@ def trainable(model: nn.Module) -> int:
 
 def _compare(
     model: nn.Module,
-    step: Step,
-    reference: Step,
+    step: StepFunction,
+    reference: StepFunction,
     reference_model: nn.Module,
     tolerance: float,
     group: ProcessGroup | None,
@@ -297,7 +297,7 @@ def _compare(
     return VerificationReport((*found, *differences), loss, expected_loss, trainable(model), ranks, cause)
 
 
-def _call(step: Step, model: nn.Module) -> Callable[[], Any]:
+def _call(step: StepFunction, model: nn.Module) -> Callable[[], Any]:
     """``step``, which may take the model."""
     parameters = inspect.signature(step).parameters.values()
     takes_model = any(

@@ -30,7 +30,7 @@ from .launch import (
     widths,
 )
 from .preprocess import bounds_and_ranges, statistics
-from .tiles import Constants, Intervals, Score, score_arguments, score_constants, score_values
+from .tiles import Constants, IntervalsLike, ScoreLike, score_arguments, score_constants, score_values
 
 
 class Operands(NamedTuple):
@@ -41,14 +41,14 @@ class Operands(NamedTuple):
     k: Tensor
     v: Tensor
     statistics: Tensor  # from preprocess.statistics
-    intervals: Intervals
+    intervals: IntervalsLike
     dq: Tensor
     dk: Tensor
     dv: Tensor
 
 
 def _arguments(
-    operands: Operands, score: Score, config: Config, tma: bool, allow_tf32: bool | None, hip: bool | None
+    operands: Operands, score: ScoreLike, config: Config, tma: bool, allow_tf32: bool | None, hip: bool | None
 ) -> dict[str, Any]:
     """Arguments that both kernels take."""
     dout, q, k, v, statistics, intervals, dq, dk, dv = operands
@@ -79,7 +79,7 @@ def _arguments(
 
 def keys_launch(
     operands: Operands,
-    score: Score,
+    score: ScoreLike,
     bounds: Tensor,
     ranges: Tensor,
     config: Config,
@@ -131,7 +131,7 @@ def keys_launch(
 
 def dq_launch(
     operands: Operands,
-    score: Score,
+    score: ScoreLike,
     config: Config,
     *,
     new: bool = False,
@@ -176,8 +176,8 @@ def attention_backward(
     v: Tensor,
     lse: Tensor,
     delta: Tensor,
-    intervals: Intervals,
-    score: Score,
+    intervals: IntervalsLike,
+    score: ScoreLike,
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
@@ -255,7 +255,7 @@ def attention_backward(
             given.copy_(used)
 
 
-class _Choice(NamedTuple):
+class _Configs(NamedTuple):
     """How a backward is computed: tile sizes of both kernels (None if the first computes ``dq`` too), and the split."""
 
     keys: Config
@@ -263,18 +263,18 @@ class _Choice(NamedTuple):
     split: int
 
 
-_choices: dict[Hashable, _Choice] = {}  # by dtypes, shapes, strides, device and options
+_choices: dict[Hashable, _Configs] = {}  # by dtypes, shapes, strides, device and options
 
 
 def _choose(
     operands: Operands,
-    score: Score,
+    score: ScoreLike,
     deterministic: bool,
     allow_tf32: bool | None,
     config: Config | None,
     dq_config: Config | None,
     mask: str | None,
-) -> _Choice:
+) -> _Configs:
     """The configuration of a call. ``mask`` is the class of the mask if the tile sizes are to be tuned, else None."""
     q, k, v_head_dim = operands.q, operands.k, operands.v.shape[-1]
     features = score_constants(score)
@@ -291,8 +291,8 @@ def _choose(
         assert keys_config is not None
         if one is not None:
             split = _split(k, q.shape[2], keys_config.block_n)
-            return _Choice(keys_config if config or split == 1 else for_split(keys_config), None, split)
-        return _Choice(keys_config, dq_config or chosen("dq"), 1)
+            return _Configs(keys_config if config or split == 1 else for_split(keys_config), None, split)
+        return _Configs(keys_config, dq_config or chosen("dq"), 1)
     names = ("backward",) if one else ("dkdv", "dq")
     # Candidates run many times, so they write to scratch gradients.
     dq, dk, dv = (torch.zeros_like(x) for x in (operands.dq, operands.dk, operands.dv))
@@ -310,7 +310,7 @@ def _choose(
         tune.tuned(name, q, k, flags, partial(candidate, name), v_head_dim=v_head_dim, heavy=heavy, tma=tma[name])
         for name in names
     ]
-    return _Choice(best[0], None, _split(k, q.shape[2], best[0].block_n)) if one else _Choice(best[0], best[1], 1)
+    return _Configs(best[0], None, _split(k, q.shape[2], best[0].block_n)) if one else _Configs(best[0], best[1], 1)
 
 
 def _split(k: Tensor, heads: int, block: int) -> int:

@@ -58,7 +58,7 @@ class _KeyTile(NamedTuple):
     j: tl.tensor  # [BLOCK_N]
 
 
-class _Queries(NamedTuple):
+class _HeadQueries(NamedTuple):
     """The queries of one head, which ``backward_kernel`` reads tile by tile."""
 
     Q: HeadRows
@@ -227,7 +227,7 @@ def backward_kernel(
         slope = tl.load(ALIBI_SLOPES + batch * stride_slopes + head) * LOG2E if C.ALIBI else 0.0
         score = HeadScore(scale, cap, slope, keep_scale, dropout_threshold, seed, batch, head + head_offset)
         statistics = (batch * heads + head) * 2
-        queries = _Queries(
+        queries = _HeadQueries(
             HeadRows(Q, batch, head, (stride_qb, stride_qs, stride_qh), q_len),
             HeadRows(Q_TAIL if C.TAIL else Q, batch, head, (stride_qb, stride_qs, stride_qh), q_len),
             HeadRows(DOUT, batch, head, (stride_db, stride_ds, stride_dh), q_len),

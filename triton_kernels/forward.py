@@ -42,9 +42,9 @@ from .tiles import (
     Constants,
     HeadRows,
     HeadScore,
-    Intervals,
+    IntervalsLike,
     Keys,
-    Score,
+    ScoreLike,
     alibi_bias,
     dropout_keep,
     load_positions,
@@ -62,7 +62,7 @@ from .tiles import (
 )
 
 
-class _Queries(NamedTuple):
+class _ForwardQueries(NamedTuple):
     """One tile of queries."""
 
     q: tl.tensor  # [BLOCK_M, BLOCK_D]
@@ -187,7 +187,7 @@ def forward_kernel(
 
     # The loops: see [Note: which tiles are masked].
     score = HeadScore(scale, cap, slope, keep_scale, dropout_threshold, seed, batch, head + head_offset)
-    queries, keys = _Queries(q, q_tail, lo, hi, i), Keys(K, K_TAIL, V, K_POSITIONS)
+    queries, keys = _ForwardQueries(q, q_tail, lo, hi, i), Keys(K, K_TAIL, V, K_POSITIONS)
     acc, m, l = _attend(acc, m, l, queries, keys, score, inner, C, False)
     acc, m, l = _attend(acc, m, l, queries, keys, score, edges, C, True)
 
@@ -212,8 +212,8 @@ def forward_launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    intervals: Intervals,
-    score: Score,
+    intervals: IntervalsLike,
+    score: ScoreLike,
     *,
     acc: Tensor | None,
     lse_in: Tensor | None,
@@ -283,8 +283,8 @@ def attention_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    intervals: Intervals,
-    score: Score,
+    intervals: IntervalsLike,
+    score: ScoreLike,
     *,
     carry: tuple[Tensor, Tensor] | None = None,
     last: bool = True,

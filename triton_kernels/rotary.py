@@ -86,7 +86,7 @@ def rotary_launch(
 _launches = Repeated("X", "OUT", "COS", "SIN")
 
 
-class _Rotary(torch.autograd.Function):
+class _ApplyRotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -100,7 +100,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         # The transpose of a rotation is the rotation back; a factor in cos and sin stays.
-        return _Rotary.apply(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
+        return _ApplyRotary.apply(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -130,5 +130,5 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if sin.shape != cos.shape:
         raise ValueError(f"sin={tuple(sin.shape)}: expected the shape of cos, {tuple(cos.shape)}")
     cos, sin = (t.reshape(t.shape[0], seq, head_dim // 2).contiguous() for t in (cos, sin))  # [1 or b, s, d / 2]
-    rotated: Tensor = _Rotary.apply(x, cos, sin, False)
+    rotated: Tensor = _ApplyRotary.apply(x, cos, sin, False)
     return rotated

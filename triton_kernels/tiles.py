@@ -55,7 +55,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 UNSPECIALIZED = ["q_len", "q_padded", "k_len", "heads", "row_sets", "tiles", "seed", "head_offset", "dropout_threshold"]
 
 
-class Score(Protocol):
+class ScoreLike(Protocol):
     """How scores are computed from queries and keys. ``seqpar.kernels.Score`` has this protocol and documents the fields."""
 
     @property
@@ -74,7 +74,7 @@ class Score(Protocol):
     def head_offset(self) -> int: ...
 
 
-class Intervals(Protocol):
+class IntervalsLike(Protocol):
     """Which keys each query sees. ``seqpar.schedule.rows.KeyIntervals`` has this protocol, and documents the fields."""
 
     @property
@@ -122,7 +122,7 @@ class Constants:
         return replace(self, D=self.DV, BLOCK_D=self.BLOCK_DV)
 
 
-def score_arguments(score: Score, heads: int) -> dict[str, Any]:
+def score_arguments(score: ScoreLike, heads: int) -> dict[str, Any]:
     """Run-time arguments that say how scores are computed.
 
     Raises:
@@ -146,12 +146,12 @@ def score_arguments(score: Score, heads: int) -> dict[str, Any]:
     }
 
 
-def score_values(score: Score) -> tuple[float, ...]:
+def score_values(score: ScoreLike) -> tuple[float, ...]:
     """What :func:`score_arguments` and :func:`score_constants` depend on, besides the tensors and the seed."""
     return score.softmax_scale, score.softcap, score.dropout_p, score.head_offset
 
 
-def score_constants(score: Score) -> dict[str, bool]:
+def score_constants(score: ScoreLike) -> dict[str, bool]:
     """Fields of :class:`Constants` that say how scores are computed; any of them makes ``configs.choose`` ``heavy``."""
     return {"SOFTCAP": score.softcap > 0, "ALIBI": score.alibi_slopes is not None, "DROPOUT": score.dropout_p > 0}
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from .configs import Config, candidates
 from .launch import Launch
 from .preprocess import remembered
-from .tiles import Intervals
+from .tiles import IntervalsLike
 
 _best: dict[str, Config] = {}
 
@@ -40,7 +40,7 @@ def wanted(x: Tensor) -> bool:
     return not torch.cuda.is_current_stream_capturing()
 
 
-def mask_class(intervals: Intervals) -> str:
+def mask_class(intervals: IntervalsLike) -> str:
     """How many of the keys the queries see, coarsely. Waits for the GPU once for each mask."""
     lo, hi = intervals.lo, intervals.hi
     k_len = max(len(intervals.k_positions), 1)

@@ -10,7 +10,7 @@ _OFF, _ON = ("0", "off", "no", "false"), ("1", "on", "yes", "true")
 
 
 @dataclass(frozen=True)
-class Setting:
+class EnvironmentVariable:
     """An environment variable.
 
     Attributes:
@@ -38,38 +38,38 @@ class Setting:
 
 
 SETTINGS = {
-    "SEQPAR_CACHE_DIR": Setting("text", "the folder of the results of autotuning", "~/.cache/seqpar"),
-    "SEQPAR_CHECK": Setting(
+    "SEQPAR_CACHE_DIR": EnvironmentVariable("text", "the folder of the results of autotuning", "~/.cache/seqpar"),
+    "SEQPAR_CHECK": EnvironmentVariable(
         "number",
         "with N, the ranks compare what they shard in every N-th call, with 0 never. In processes that a rank has "
         "started, such as workers of a loader, nothing is compared",
         "models compare their batches in the first calls, `shard` compares nothing",
     ),
-    "SEQPAR_HOST": Setting(
+    "SEQPAR_HOST": EnvironmentVariable(
         "text", "a name for this host. Ranks with the same name share a host", "the host's name and its boot id"
     ),
-    "SEQPAR_HUB_KERNELS": Setting(
+    "SEQPAR_HUB_KERNELS": EnvironmentVariable(
         "switch", "FlashAttention's kernels are downloaded from the Hugging Face Hub if they are not installed", "off"
     ),
-    "SEQPAR_NCCL_MAX_CTAS": Setting(
+    "SEQPAR_NCCL_MAX_CTAS": EnvironmentVariable(
         "number", "the most SMs that NCCL uses for attention's messages, the same on every rank", "16", 1, 64
     ),
-    "SEQPAR_NCCL_MIN_CTAS": Setting("number", "the fewest, the same on every rank", "NCCL's choice", 1, 64),
-    "SEQPAR_SHARED_MEMORY": Setting(
+    "SEQPAR_NCCL_MIN_CTAS": EnvironmentVariable("number", "the fewest, the same on every rank", "NCCL's choice", 1, 64),
+    "SEQPAR_SHARED_MEMORY": EnvironmentVariable(
         "switch",
         "ranks of one host on a CPU send attention's messages through shared memory. If it is off on one rank of a "
         "group, the group uses gloo",
         "on",
     ),
-    "SEQPAR_TRITON_AUTOTUNE": Setting(
+    "SEQPAR_TRITON_AUTOTUNE": EnvironmentVariable(
         "switch", "configurations of the Triton kernels are measured, and the fastest is stored", "off"
     ),
-    "SEQPAR_VERIFY": Setting(
+    "SEQPAR_VERIFY": EnvironmentVariable(
         "number",
         "with N, a Trainer compares every N-th step with one device, with 0 never",
         "once, on a few tokens, if the model has code that is not of transformers",
     ),
-    "SEQPAR_VERIFY_TOKENS": Setting(
+    "SEQPAR_VERIFY_TOKENS": EnvironmentVariable(
         "number", "how many tokens of the batch are compared", "1024 with `SEQPAR_VERIFY`, otherwise 128", 1
     ),
 }

@@ -37,7 +37,7 @@ from .launch import FAILED, CommandError, bad_options, cores, join, launch, this
 from .measure import (
     HEAD_DIM,
     HEADS,
-    Link,
+    MeasuredLink,
     attention_rate,
     copy_rate,
     gather,
@@ -84,7 +84,7 @@ class RankReport:
     hosts: int
     backend: str  # what carries messages: "nccl", "gloo", or "gloo and shared memory" (for attention's messages)
     device: str  # "cuda" or "cpu"
-    links: list[Link]  # one for each operation and size; empty with one rank
+    links: list[MeasuredLink]  # one for each operation and size; empty with one rank
     checks: list[Check]  # one for each strategy and mask
 
 
@@ -415,7 +415,7 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
         yield f"Self-check, forward and backward: {where}", ("relative error against float64", *masks), checks
 
 
-def _link(link: Link) -> str:
+def _link(link: MeasuredLink) -> str:
     rate = f", {link.bytes_per_second / 1e9:.2f} GB/s" if link.nbytes >= 1 << 10 else ""
     return f"{link.seconds * 1e6:,.0f} µs{rate}"
 

@@ -35,7 +35,7 @@ _DEADLINE_S = 120.0
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """The time of messages of one size among all ranks at once."""
 
     operation: str  # "p2p" (to the next rank, from the previous one), "all-to-all" or "all-gather"
@@ -118,7 +118,7 @@ def _best_seconds(run: Callable[[], object], device: torch.device, repeats: int 
     return min(times)
 
 
-def measure_links(group: ProcessGroup, device: torch.device) -> Iterator[Link]:
+def measure_links(group: ProcessGroup, device: torch.device) -> Iterator[MeasuredLink]:
     """The time of messages among all ranks at once, for each operation and size."""
     ranks, rank = group.size(), group.rank()
 
@@ -147,7 +147,7 @@ def measure_links(group: ProcessGroup, device: torch.device) -> Iterator[Link]:
                 if number:  # the first run connects the ranks
                     times.append(time.perf_counter() - start)
             seconds = max(gather(statistics.median(times), group, device))
-            yield Link(operation, size, seconds, size / seconds)
+            yield MeasuredLink(operation, size, seconds, size / seconds)
 
 
 def gather(value: float, group: ProcessGroup, device: torch.device) -> list[float]:
@@ -207,7 +207,7 @@ def measure_machine() -> Hardware:
     )
 
 
-def _measure_links() -> list[Link]:
+def _measure_links() -> list[MeasuredLink]:
     device = join()
     assert dist.group.WORLD is not None
     return list(measure_links(dist.group.WORLD, device))

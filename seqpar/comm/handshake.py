@@ -129,7 +129,7 @@ def _decode(word: int, like: Any) -> Any:
     return DTYPES[word] if isinstance(like, torch.dtype) else type(like)(word)
 
 
-class _AllGather(Protocol):
+class _HeaderExchange(Protocol):
     """An all-gather of headers that has been started."""
 
     def wait(self, limit: timedelta) -> bool:
@@ -191,7 +191,7 @@ class _DeviceAllGather:
         return received
 
 
-def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None) -> _AllGather:
+def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None) -> _HeaderExchange:
     check_own_process("handshake")
     header = torch.tensor([*words, *[0] * (_WIDTH - len(words))], dtype=torch.int64, device="cpu")
     if (device := _control_device(ranks)).type == "cpu":
@@ -199,7 +199,7 @@ def _start(words: Sequence[int], ranks: Ranks, patience: timedelta | None = None
     return _DeviceAllGather(header, ranks, device, patience)
 
 
-def _wait(pending: _AllGather, ranks: Ranks) -> list[list[int]]:
+def _wait(pending: _HeaderExchange, ranks: Ranks) -> list[list[int]]:
     """The words of each rank. After the group's timeout, an error that names the ranks that did not arrive."""
     limit = group_timeout(parent_group(ranks))
     end, told = time.monotonic() + limit.total_seconds(), False

@@ -17,7 +17,7 @@ from . import waiting
 from .communicator import communicator
 from .shared_memory import SharedMemoryTransport, share_messages, shared_memory
 from .trace import count_sent, open_traces, say_transport
-from .waiting import Message, Pending, start_messages
+from .waiting import PeerTensor, Pending, start_messages
 
 _sends_messages = True
 
@@ -126,7 +126,7 @@ def new_message(numel: int, like: Tensor, link: Link | None) -> Tensor:
     return link.memory.empty(numel, like.dtype)
 
 
-def exchange(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks | Link | None) -> Pending:
+def exchange(sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], ranks: Ranks | Link | None) -> Pending:
     """Start sending and receiving messages, and return at once.
 
     Args:

@@ -52,7 +52,7 @@ from ..ranks.rendezvous import (
     waits_in_vain,
 )
 from .trace import say_transport
-from .waiting import Message, PeerError, Pending, failure, operation_name
+from .waiting import PeerError, PeerTensor, Pending, failure, operation_name
 
 VARIABLE = "SEQPAR_SHARED_MEMORY"
 _CPU = torch.device("cpu")
@@ -61,9 +61,9 @@ _SMALLEST_BLOCK = 1 << 16
 _FIRST_SEGMENT = 1 << 26
 # Free blocks keep their memory for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
 _SPARE_BYTES = 64 << 20
-_NOTICE = struct.Struct("=7q968x")  # a _Place and a tag; 64 notices fill a pipe
-# In place of a _Place: the sender has waited for this rank for a while. If the ranks wait for each other in different
-# calls, they notice it so.
+_NOTICE = struct.Struct("=7q968x")  # a _MessagePlace and a tag; 64 notices fill a pipe
+# In place of a _MessagePlace: the sender has waited for this rank for a while. If the ranks wait for each other in
+# different calls, they notice it so.
 _WAITS = [-1] * 5
 # In place of the segment, before the rank that has left the call first: the sender has closed its connections.
 _LEFT = -2
@@ -96,7 +96,7 @@ class _File:
 
 
 @dataclass(eq=False)
-class _Block:
+class _MemoryBlock:
     """A part of a segment of this rank's file, for one tensor.
 
     It begins with an int64 for each rank: how many messages in this block the rank has read.
@@ -110,7 +110,7 @@ class _Block:
     has_memory: bool = True
 
 
-class _Place(NamedTuple):
+class _MessagePlace(NamedTuple):
     """Where a message is in the file of its sender."""
 
     segment: int
@@ -126,7 +126,7 @@ class Notice:
     def __init__(self, transport: SharedMemoryTransport, peer: int, out: Tensor, mode: ReceiveMode, tag: Tag) -> None:
         self._transport = transport
         self.peer, self.out, self.mode, self.tag = peer, out, mode, tag
-        self.place: _Place | None = None  # once it has arrived
+        self.place: _MessagePlace | None = None  # once it has arrived
 
     def wait(self) -> None:
         """Wait for the notice, and read the message."""
@@ -161,8 +161,8 @@ class SharedMemoryTransport:
         self._expected: list[deque[Notice]] = [deque() for _ in ranks]  # by peer: notices that have not arrived
         self._files = files
         self._header = -(-8 * len(files) // 64) * 64  # bytes of a block before its tensor
-        self._blocks: dict[int, _Block] = {}  # by the address of the tensor
-        self._of_size: dict[int, list[_Block]] = {}  # by bytes
+        self._blocks: dict[int, _MemoryBlock] = {}  # by the address of the tensor
+        self._of_size: dict[int, list[_MemoryBlock]] = {}  # by bytes
         # Messages of other ranks in whose memory tensors of this rank are: the storage, the words and the word's index.
         self._aliases: list[tuple[StorageWeakRef, memoryview, int]] = []
         _transports.add(self)
@@ -181,7 +181,7 @@ class SharedMemoryTransport:
         """``x``, contiguous and not empty, in shared memory: a copy, unless ``empty`` made it."""
         return x if self._block_of(x) is not None else self.empty(x.numel(), x.dtype).view(x.shape).copy_(x)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], mode: ReceiveMode) -> list[Notice]:
+    def exchange(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], mode: ReceiveMode) -> list[Notice]:
         """Send messages and start to receive others: pairs of a rank and a tensor, contiguous and not empty.
 
         Returns:
@@ -217,7 +217,7 @@ class SharedMemoryTransport:
             if place != _WAITS or number >= notice.tag[0]:
                 check_tag(self.ranks[peer], (number, what), expected[0].tag)
             if place != _WAITS:
-                expected.popleft().place = _Place(*place)
+                expected.popleft().place = _MessagePlace(*place)
         self._read(peer, notice.out, notice.mode, notice.place)
 
     def _send(self, peer: int, record: bytes) -> None:
@@ -256,7 +256,7 @@ class SharedMemoryTransport:
                 self._tell(peer, (_LEFT, left_by, 0, 0, 0))
         self.close()
 
-    def _read(self, peer: int, out: Tensor, mode: ReceiveMode, place: _Place) -> None:
+    def _read(self, peer: int, out: Tensor, mode: ReceiveMode, place: _MessagePlace) -> None:
         """Read a message of ``peer`` that has arrived."""
         if place.nbytes != out.nbytes:
             raise ValueError(
@@ -277,25 +277,25 @@ class SharedMemoryTransport:
             out.copy_(message)
         segment.words[word] += 1
 
-    def _place(self, peer: int, x: Tensor) -> _Place:
+    def _place(self, peer: int, x: Tensor) -> _MessagePlace:
         """Where the message ``x`` to ``peer`` is. Copies it to shared memory if it is not there."""
         x = self.share(x)
         block = self._block_of(x)
         assert block is not None
         block.sent[peer] = block.sent.get(peer, 0) + 1
         segment = block.segment
-        return _Place(segment.start, segment.nbytes, block.start, x.data_ptr() - segment.address, x.nbytes)
+        return _MessagePlace(segment.start, segment.nbytes, block.start, x.data_ptr() - segment.address, x.nbytes)
 
-    def _block_of(self, x: Tensor) -> _Block | None:
+    def _block_of(self, x: Tensor) -> _MemoryBlock | None:
         return self._blocks.get(x.untyped_storage().data_ptr())
 
-    def _is_free(self, block: _Block) -> bool:
+    def _is_free(self, block: _MemoryBlock) -> bool:
         if block.storage is not None and not block.storage.expired():
             return False
         words, first = block.segment.words, block.start // 8
         return all(words[first + peer] == count for peer, count in block.sent.items())
 
-    def _free_block(self, nbytes: int) -> _Block:
+    def _free_block(self, nbytes: int) -> _MemoryBlock:
         """A free block of at least ``nbytes`` bytes."""
         size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         self._release_aliases()
@@ -317,7 +317,7 @@ class SharedMemoryTransport:
         of_size.append(block)
         return block
 
-    def _new_block(self, size: int) -> _Block:
+    def _new_block(self, size: int) -> _MemoryBlock:
         file = self._files[self._rank]
         segment = next(reversed(file.segments.values()))
         if segment.used + size > segment.nbytes:
@@ -325,7 +325,7 @@ class SharedMemoryTransport:
             nbytes = max(end, 1 << (size - 1).bit_length())
             os.ftruncate(file.descriptor, end + nbytes)
             segment = file.segment(end, nbytes)
-        block = _Block(segment, segment.used, size)
+        block = _MemoryBlock(segment, segment.used, size)
         self._blocks[segment.address + block.start + self._header] = block
         segment.used += size
         return block
@@ -356,8 +356,8 @@ os.register_at_fork(after_in_child=_close_all)
 def share_messages(
     ranks: Ranks,
     memory: SharedMemoryTransport,
-    sends: Sequence[Message],
-    receives: Sequence[Message],
+    sends: Sequence[PeerTensor],
+    receives: Sequence[PeerTensor],
     mode: ReceiveMode,
     buffers: Sequence[Tensor],
 ) -> Pending:

@@ -105,7 +105,7 @@ class Started(Protocol):
         """Wait until it is done. On CUDA, the current stream waits instead of the host."""
 
 
-Message = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
+PeerTensor = tuple[int, Tensor]  # the peer, and a contiguous tensor that is sent to it or received from it
 
 
 class Pending:
@@ -259,7 +259,7 @@ def start(
         raise failure(operation_name(), ranks, error, began) from error
 
 
-def start_messages(sends: Sequence[Message], receives: Sequence[Message], ranks: Ranks, group: Any) -> Pending:
+def start_messages(sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], ranks: Ranks, group: Any) -> Pending:
     """Start messages between ``ranks`` in ``group``, their process group. There must be one."""
     if own_entry.written:
         own_entry.remove()

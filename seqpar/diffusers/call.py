@@ -23,13 +23,13 @@ from ..scaled_dot_product import SdpaCall, SdpaMode, sdpa
 from ..sharding.sharding import Sharding
 from .foreign import matching, modules_of, skips_scores
 from .plans import Across, Cut, Plan
-from .trial import FewTokens, Trial, attend_to_own_token
+from .trial import FewTokens, PlanTrial, attend_to_own_token
 
 _FULL = Mask.full()
 _NATIVE = "call the model's set_attention_backend('native'), or set_default_attn_processor()"
 
 
-class Calls:
+class ModelCalls:
     """What the calls of a parallelized model share.
 
     Attributes:
@@ -63,7 +63,7 @@ class Calls:
         return None
 
 
-class Call:
+class ModelCall:
     """One call of the model: its lengths, and how its attention is computed.
 
     Attributes:
@@ -75,7 +75,7 @@ class Call:
         gathered: the modules whose output has been gathered.
     """
 
-    def __init__(self, shared: Calls, model: nn.Module) -> None:
+    def __init__(self, shared: ModelCalls, model: nn.Module) -> None:
         self.shared, self.model = shared, model
         self.lengths: dict[str, int] = {}
         self.rows: list[int] | None = None
@@ -209,7 +209,7 @@ class CallMode(SdpaMode):
 
     advice = _NATIVE
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         super().__init__()
         self.call = call
         # The attention modules that are running, the inner one last.
@@ -294,10 +294,10 @@ class CallMode(SdpaMode):
         return out if order == streams else _reorder(out, order, streams, call)
 
 
-class TrialCall(Call):
+class TrialCall(ModelCall):
     """A call on a few tokens, in which attention sees nothing of other tokens."""
 
-    def __init__(self, shared: Calls, model: nn.Module, trial: Trial, number: int | None) -> None:
+    def __init__(self, shared: ModelCalls, model: nn.Module, trial: PlanTrial, number: int | None) -> None:
         super().__init__(shared, model)
         self.trial, self.number = trial, number
 
@@ -326,7 +326,7 @@ class _TrialMode(CallMode):
         return attend_to_own_token(*qkv)
 
 
-def _reorder(x: Tensor, order: tuple[str, ...], new: tuple[str, ...], call: Call) -> Tensor:
+def _reorder(x: Tensor, order: tuple[str, ...], new: tuple[str, ...], call: ModelCall) -> Tensor:
     """This rank's tokens of the streams in another order."""
     parts = dict(zip(order, x.split([call.sharding((s,)).seq_local for s in order], 2), strict=True))
     return torch.cat([parts[s] for s in new], 2)

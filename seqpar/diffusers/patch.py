@@ -23,10 +23,10 @@ from ..ranks.mesh import size_of
 from ..sharding.same_rows import compare, compares_now
 from ..sharding.sharding import Sharding
 from ..sharding.spec import attention_spec
-from .call import Call, CallMode, Calls, TrialCall
+from .call import CallMode, ModelCall, ModelCalls, TrialCall
 from .foreign import check_hooks, matching, models_in, modules_of
 from .plans import Across, Plan, has_plan, plan_of
-from .trial import Trial
+from .trial import PlanTrial
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..kernels import BackendName
     from ..placement.strategies import StrategyOptions
 
-Model = TypeVar("Model")
+ModelOrPipeline = TypeVar("ModelOrPipeline")
 _OWN = "_seqpar_diffusers"
 _SAME_INPUTS = (
     "give all of them the same inputs: draw noise, timesteps and dropped captions from generators whose seed depends "
@@ -43,7 +43,7 @@ _SAME_INPUTS = (
 
 
 def parallelize(
-    model: Model,
+    model: ModelOrPipeline,
     *,
     mesh: DeviceMesh | None = None,
     group: ProcessGroup | None = None,
@@ -52,7 +52,7 @@ def parallelize(
     backend: BackendName = "auto",
     deterministic: bool = False,
     **options: Unpack[StrategyOptions],
-) -> Model:
+) -> ModelOrPipeline:
     """Shard the tokens of a diffusers transformer over ranks, from its first block to its last. Changes it in place.
 
     Call it as before, with the same whole inputs on every rank of a sequence: also the noise, the timesteps and the
@@ -95,7 +95,7 @@ def parallelize(
     if plan is not None and len(models) > 1:
         raise ValueError(f"plan: the model has {len(models)} transformers; parallelize each with a plan of its own")
     for name, each in models:
-        if isinstance(patch := next((vars(m)[_OWN] for m in each.modules() if _OWN in vars(m)), None), Patch):
+        if isinstance(patch := next((vars(m)[_OWN] for m in each.modules() if _OWN in vars(m)), None), ParallelModel):
             todo = "call seqpar.diffusers.restore first" if patch.model is each else "restore the model, then copy it"
             raise ValueError(f"{name}: it is parallelized already{', as a copy' * (patch.model is not each)}; {todo}")
         for pattern in (*plan.cuts, *plan.attention) if plan is not None else ():
@@ -105,11 +105,11 @@ def parallelize(
         refuse_shards(each, no_tokens.sequence_group)
     plans = [plan or plan_of(each) for _, each in models]
     for (_, each), its_plan in zip(models, plans, strict=True):
-        Patch(each, its_plan, mesh, group, arguments, trusted=plan is None)
+        ParallelModel(each, its_plan, mesh, group, arguments, trusted=plan is None)
     return model
 
 
-def restore(model: Model) -> Model:
+def restore(model: ModelOrPipeline) -> ModelOrPipeline:
     """Undo ``parallelize``: the model computes what it computed before, bit for bit.
 
     Raises:
@@ -152,7 +152,7 @@ def gather(model: nn.Module, x: Tensor, streams: str | tuple[str, ...] = "image"
         >>> handle = transformer.blocks[8].register_forward_hook(hook)  # doctest: +SKIP
     """
     patch = next((vars(m)[_OWN] for m in model.modules() if _OWN in vars(m)), None)
-    if not isinstance(patch, Patch):
+    if not isinstance(patch, ParallelModel):
         raise ValueError(
             f"model={type(model).__name__}: it is not parallelized; call seqpar.diffusers.parallelize first"
         )
@@ -186,7 +186,7 @@ def _inside(model: nn.Module, plan: Plan | None) -> list[nn.Module]:
     return [x for x in models if has_plan(x)] or models or [model]
 
 
-class Patch:
+class ParallelModel:
     """A parallelized model.
 
     Attributes:
@@ -206,7 +206,7 @@ class Patch:
         options: Mapping[str, Any],
         trusted: bool,
     ) -> None:
-        self.model, self.plan, self.calls = model, plan, Calls(plan, mesh, group, options)
+        self.model, self.plan, self.calls = model, plan, ModelCalls(plan, mesh, group, options)
         self.outputs = {plan.output: plan.output_stream, **plan.other_outputs}
         self.is_checked = trusted or self.calls.ranks == 1
         self.root_signature: inspect.Signature | None = None  # if arguments of the model itself are cut
@@ -242,7 +242,7 @@ class Patch:
         self._undo.callback(replace_forward(model, "seqpar.diffusers", self._forward))
         setattr(model, _OWN, self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         return self  # a copy of the model works with the same ranks
 
     def now(self, what: str) -> CallMode:
@@ -292,7 +292,7 @@ class Patch:
         refuse_shards(model, self.calls.group)
         unchecked = None if self.is_checked else self._check(model, original, args, kwargs)
         args, kwargs = self._inputs(args, kwargs)
-        call = Call(self.calls, model)
+        call = ModelCall(self.calls, model)
         self.calls.running.recomputed(model.modules(), self._undo, _again)
         with call.running():
             output = self._run(call, original, args, kwargs)
@@ -308,7 +308,7 @@ class Patch:
             ) from unchecked
         return output
 
-    def _run(self, call: Call, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, call: ModelCall, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.root_signature is not None:
             args, kwargs = call.cut_arguments("", self.root_signature, args, kwargs)
         return original(*args, **kwargs)
@@ -322,7 +322,7 @@ class Patch:
                 "plan: inside of FullyShardedDataParallel it cannot be checked whether modules mix tokens outside of "
                 "attention; shard the weights with fully_shard instead"
             )
-        trial = Trial(self.plan, model, self.owns)
+        trial = PlanTrial(self.plan, model, self.owns)
 
         def run(number: int | None) -> None:
             call = TrialCall(self.calls, model, trial, number)

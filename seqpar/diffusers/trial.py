@@ -57,7 +57,7 @@ def attend_to_own_token(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return own_token(query, key, value)
 
 
-class Trial:
+class PlanTrial:
     """Runs of a parallelized model on a few tokens.
 
     Args:

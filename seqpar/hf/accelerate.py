@@ -41,7 +41,7 @@ from ..base.checks import check_choice, check_int
 from ..memory import Memory
 from ..patching.running import Running
 from ..ranks.mesh import set_timeouts
-from .patch import Arguments, apply
+from .patch import ParallelizeArguments, apply
 from .shared_batches import prepare_models, share_sequences
 from .state import Batches, Patch, Settings, patch_of
 
@@ -104,7 +104,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         batches: Batches | Literal["auto"] = "auto",
         dp_replicate_size: int | None = None,
         dp_shard_size: int | None = None,
-        **arguments: Unpack[Arguments],
+        **arguments: Unpack[ParallelizeArguments],
     ) -> None:
         if cp_size is None:
             cp_size = int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE", "1"))

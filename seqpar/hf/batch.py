@@ -37,14 +37,14 @@ PLANNED = "seqpar_mask"
 # longest documents' lengths follow from the boundaries; ``seq_idx`` is compared with them.
 UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx", PLANNED)
 
-Documents = list[tuple[int, ...]]  # for each row, the boundaries of its documents, starting with 0
+Boundaries = list[tuple[int, ...]]  # for each row, the boundaries of its documents, starting with 0
 TokenRanges = list[tuple[int, int]]  # for each row, the first token that is not padding, and one past the last
 # A layout for batches: of any sequence, or "balanced", which is made for each batch from its documents.
 BatchLayout: TypeAlias = LayoutWord | Assigned
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchCut:
     """How batches are cut into the parts of the ranks. It holds no process groups, and can be pickled.
 
     Attributes:
@@ -63,9 +63,9 @@ class Cut:
         check_layout(self.layout, names=LAYOUT_WORDS)
 
     @staticmethod
-    def over(mesh: DeviceMesh | None, group: ProcessGroup | None, layout: BatchLayout) -> Cut:
+    def over(mesh: DeviceMesh | None, group: ProcessGroup | None, layout: BatchLayout) -> BatchCut:
         """Over the ranks of a mesh or group, as ``parallelize`` takes them."""
-        return Cut(size_of(sequence_group(mesh, group)), layout, ulysses_size(mesh))
+        return BatchCut(size_of(sequence_group(mesh, group)), layout, ulysses_size(mesh))
 
     def tokens(self, seq_len: int, mask: Mask) -> TokenLayout:
         """Which tokens of a batch each rank holds. ``mask`` has the documents and the padding.
@@ -210,18 +210,18 @@ def shard_batch(
     if sharding is not None:
         given = None if layout == "balanced" else layout
         check_sharding(sharding, mesh=mesh, group=group, layout=given, or_worker=True)
-        cut, length = Cut(sharding.ranks, sharding.layout), sharding.seq_len
+        cut, length = BatchCut(sharding.ranks, sharding.layout), sharding.seq_len
         if isinstance(sharding, Sharding):
             return shard_over(sharding.sequence_group, cut, batch, shift_labels, check, length)
         sharding.check_process(check)
         return _parse(batch, cut, shift_labels, length).shard(sharding.rank)
-    cut = Cut.over(mesh, group, "zigzag" if layout is None else layout)
+    cut = BatchCut.over(mesh, group, "zigzag" if layout is None else layout)
     return shard_over(sequence_group(mesh, group), cut, batch, shift_labels, check)
 
 
 def shard_over(
     group: ProcessGroup | None,
-    cut: Cut,
+    cut: BatchCut,
     batch: Mapping[str, Any] | None,
     shift_labels: bool | None = None,
     check: bool = True,
@@ -262,7 +262,7 @@ def shard_over(
 
 
 def _parse(
-    batch: Mapping[str, Any] | None, cut: Cut, shift_labels: bool | None, seq_len: int | None = None
+    batch: Mapping[str, Any] | None, cut: BatchCut, shift_labels: bool | None, seq_len: int | None = None
 ) -> BatchSpec:
     spec = BatchSpec(batch, cut, shift_labels)
     if seq_len not in (None, spec.seq_len):
@@ -274,7 +274,7 @@ def _parse(
 
 
 def shard_for_rank(
-    batch: Mapping[str, Any], cut: Cut, rank: int, shift_labels: bool | None = None, seed: int | None = None
+    batch: Mapping[str, Any], cut: BatchCut, rank: int, shift_labels: bool | None = None, seed: int | None = None
 ) -> dict[str, Any]:
     """What ``shard_batch`` returns on rank ``rank``. ``seed`` defaults to a checksum."""
     return BatchSpec(batch, cut, shift_labels).shard(rank, seed)
@@ -313,7 +313,7 @@ class BatchSpec:
     bool ``[batch, seq]``, False for padding, or None.
     """
 
-    def __init__(self, batch: Mapping[str, Any] | None, cut: Cut, shift_labels: bool | None = None) -> None:
+    def __init__(self, batch: Mapping[str, Any] | None, cut: BatchCut, shift_labels: bool | None = None) -> None:
         tokens, entries = tokens_of(batch, "give shard_batch the full batch"), dict(batch or {})
         self.rows, self.seq_len = tokens.shape[:2]
         planned = entries.pop(PLANNED, None)
@@ -335,14 +335,14 @@ class BatchSpec:
 
     def _parse_positions(
         self, entries: dict[str, Any], device: torch.device, ranges: TokenRanges | None, masked: bool
-    ) -> Documents | None:
+    ) -> Boundaries | None:
         """Return the documents' boundaries, and write ``position_ids [batch, seq]`` to ``entries``."""
         given = {name: entries.pop(name) for name in BOUNDARY_NAMES if name in entries}
         boundaries = {name: document_boundaries(x) for name, x in given.items() if x is not None}
         seq_idx = entries.get("seq_idx")
         for name in UNUSED_NAMES:
             entries.pop(name, None)
-        documents: Documents | None = None
+        documents: Boundaries | None = None
         ids = entries.get("position_ids")
         if ids is not None:
             ids = ids[None] if ids.dim() == 1 else ids
@@ -472,7 +472,7 @@ def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
     return list(zip(start.tolist(), stop.tolist(), strict=True))
 
 
-def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -> Documents | None:
+def documents_from_positions(position_ids: Tensor, ranges: TokenRanges | None) -> Boundaries | None:
     """The documents in ``position_ids [batch, seq]``. One starts wherever the ids restart (see ``restarts``).
 
     The ids of padding, outside of ``ranges``, are ignored. None if every row is one document.
@@ -507,7 +507,7 @@ def _jump(position_ids: Tensor) -> str | None:
 
 
 def _check_seq_idx(
-    seq_idx: Tensor, documents: Documents | None, ranges: TokenRanges | None, rows: int, length: int
+    seq_idx: Tensor, documents: Boundaries | None, ranges: TokenRanges | None, rows: int, length: int
 ) -> None:
     """Raise an error if ``seq_idx [rows, length]``, the index of each token's document, has other ``documents``.
 
@@ -532,7 +532,7 @@ def _check_seq_idx(
             )
 
 
-def documents_from_boundaries(rows: Sequence[tuple[int, ...]], batch: int, length: int) -> Documents:
+def documents_from_boundaries(rows: Sequence[tuple[int, ...]], batch: int, length: int) -> Boundaries:
     """The documents with the boundaries ``rows``, for one row or for each row of the batch."""
     if len(rows) not in (1, batch):
         raise ValueError(f"cu_seq_lens: boundaries for {len(rows)} rows, but the batch has {batch}")
@@ -542,7 +542,7 @@ def documents_from_boundaries(rows: Sequence[tuple[int, ...]], batch: int, lengt
     return list(rows)
 
 
-def restarting_positions(documents: Documents, length: int) -> Tensor:
+def restarting_positions(documents: Boundaries, length: int) -> Tensor:
     """Position ids ``[len(documents), length]`` that restart at 0 at each boundary."""
     index = torch.arange(length, device="cpu")
     ids = index.repeat(len(documents), 1)
@@ -552,7 +552,7 @@ def restarting_positions(documents: Documents, length: int) -> Tensor:
     return ids
 
 
-def batch_mask(documents: Documents | None, ranges: TokenRanges | None, length: int) -> Mask:
+def batch_mask(documents: Boundaries | None, ranges: TokenRanges | None, length: int) -> Mask:
     """The mask of documents and padding. It has one batch row if all rows have the same documents and padding."""
     mask = Mask.full()
     if documents is not None:

@@ -14,7 +14,7 @@ from ..functional import mask_planner
 from ..masks.mask import layer_mask
 from ..placement.layout import TokenLayout
 from ..ranks.mesh import rank_in, sequence_group, size_of
-from .batch import PLANNED, BatchLayout, BatchSpec, Cut, checksum, shard_batch, shard_for_rank
+from .batch import PLANNED, BatchCut, BatchLayout, BatchSpec, checksum, shard_batch, shard_for_rank
 from .randomness import SharedRandom
 from .state import patch_of
 
@@ -61,7 +61,7 @@ class ShardedLoader:
         shift_labels: bool | None = None,
         scatter: bool = False,
     ) -> None:
-        Cut(1, layout)  # raises for another layout
+        BatchCut(1, layout)  # raises for another layout
         self.group, self._mesh, self._given_group = sequence_group(mesh, group), mesh, group
         has_dp = mesh is not None and "dp" in (mesh.mesh_dim_names or ())
         self.dp_group = mesh["dp"].get_group() if mesh is not None and has_dp else None
@@ -216,7 +216,7 @@ class ShardCollator:
     ) -> None:
         self.collate, self.shift_labels = collate, shift_labels
         # The group itself is not kept, because worker processes cannot unpickle it.
-        self.cut, self.rank = Cut.over(mesh, group, layout), rank_in(sequence_group(mesh, group))
+        self.cut, self.rank = BatchCut.over(mesh, group, layout), rank_in(sequence_group(mesh, group))
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """This rank's part of the batch of ``examples``, as ``shard_batch`` returns it."""

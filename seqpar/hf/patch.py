@@ -57,7 +57,7 @@ AttentionMaskInterface.register(NAME, no_mask)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Arguments(StrategyOptions, total=False):
+class ParallelizeArguments(StrategyOptions, total=False):
     """The arguments of ``parallelize`` except for the ranks, as ``ParallelismConfig`` takes them too."""
 
     strategy: StrategyName

@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
 from ..base.checks import check_bool, check_choice, check_int, check_number, check_slopes, no_compile
-from ..decoding import Intervals
+from ..decoding import IntervalsByMask
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
 from ..masks.mask import LayerMask, Mask
@@ -26,7 +26,7 @@ from ..placement.layout import Assigned, TokenLayout
 from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions, check_options
 from ..ranks.mesh import rank_in, size_of
 from ..sharding.sharding import Sharding
-from .batch import BatchLayout, BatchShard, Cut
+from .batch import BatchCut, BatchLayout, BatchShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config
 OWNER = "seqpar.hf"  # of the methods that are replaced
@@ -54,7 +54,7 @@ class Settings:
     def __post_init__(self) -> None:
         check_choice("strategy", self.strategy, STRATEGIES)
         check_options(self.strategy, self.options, STRATEGIES[self.strategy].options, Settings)
-        Cut(1, self.layout)  # raises for another layout
+        BatchCut(1, self.layout)  # raises for another layout
         check_backend(self.backend)
         for name, choices in (("gradients", Gradients), ("outputs", Outputs), ("batches", Batches)):
             check_choice(name, getattr(self, name), get_args(choices))
@@ -124,11 +124,11 @@ class Patch:
         return rank_in(self.group)
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> BatchCut:
         """How batches are cut into the parts of the ranks."""
         if self.group is None:
-            return Cut(1, self.settings.layout)
-        cut = Cut.over(self.mesh, self.given_group, self.settings.layout)
+            return BatchCut(1, self.settings.layout)
+        cut = BatchCut.over(self.mesh, self.given_group, self.settings.layout)
         return replace(cut, layers=tuple(self.layer_masks.items())) if self.layer_masks else cut
 
     def sharding(self, tokens: TokenLayout) -> Sharding:
@@ -185,7 +185,7 @@ class DecodeShard:
     start: int  # the global position of the first new token
     mask: Mask  # the padding at the start of the prompt; each layer adds its causality and window
     # Layers with the same mask share intervals. The key holds everything that the intervals depend on.
-    intervals: Intervals = field(default_factory=dict, repr=False)
+    intervals: IntervalsByMask = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..schedule.rows import KeyIntervals
-from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, Array, runs
+from .tiles import BOTH_MOVE, HI_MOVES, LO_MOVES, IntArray, runs
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Band:
     right: int
 
 
-def bands(intervals: KeyIntervals, row: int) -> Array:
+def bands(intervals: KeyIntervals, row: int) -> IntArray:
     """The bands of one batch row, ``[bands, 6]``: the fields of ``Band``, in the order of the queries. No two share a
     query.
 
@@ -68,12 +68,12 @@ def bands(intervals: KeyIntervals, row: int) -> Array:
     joins = (a[1] == b[0]) & (a[5] == 0) & (b[5] == 0) & (a[3] + b[1] - b[0] == b[3])
     joins &= (a[4] == -1) & (b[4] >= 0) & ((b[2] == a[2]) | (b[2] == a[2] + 1))
     found[1:][joins, 0], found[1:][joins, 2] = a[0][joins], a[2][joins]
-    kept: Array = found[~np.append(joins, False)[: len(found)]]
+    kept: IntArray = found[~np.append(joins, False)[: len(found)]]
     return kept
 
 
 @dataclass(frozen=True)
-class Call:
+class KernelCall:
     """One call of a library's kernel, on the queries ``q0:q1`` and the keys ``k0:k1``."""
 
     q0: int
@@ -122,15 +122,19 @@ class Abilities:
     fewest: int = 1  # queries of a call, and keys
 
 
-def cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int) -> list[Call] | None:
+def cut(
+    intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int
+) -> list[KernelCall] | None:
     """The calls of one step, or None if ``most`` calls are not enough. ``intervals`` are on the host."""
     calls = _cut(intervals, batch, q_len, k_len, can, most)
     if calls is None and can.intervals:
-        return [Call(0, q_len, 0, k_len, -1, -1, every_row=True, masked=True)]
+        return [KernelCall(0, q_len, 0, k_len, -1, -1, every_row=True, masked=True)]
     return calls
 
 
-def _cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int) -> list[Call] | None:
+def _cut(
+    intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int
+) -> list[KernelCall] | None:
     by_row = [bands(intervals, row) for row in range(intervals.lo.shape[0])]
     if len(by_row) == 1 and batch > 1:
         calls = _calls(by_row[0], can, most)
@@ -141,12 +145,12 @@ def _cut(intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abili
     return _calls(np.concatenate(moved), can, most)
 
 
-def _calls(found: Array, can: Abilities, most: int) -> list[Call] | None:
+def _calls(found: IntArray, can: Abilities, most: int) -> list[KernelCall] | None:
     (_, q1, _, k1, _, right), (next_q0, _, next_k0, _, _, next_right) = found[:-1].T, found[1:].T
     beside = ((next_q0 == q1) & (next_k0 == k1)) | (can.gaps & (next_k0 >= k1))
     if len(found) - np.count_nonzero(can.packs & beside & (next_right == right)) > most:
         return None  # found in a few microseconds, also for thousands of bands
-    calls: list[Call] = []
+    calls: list[KernelCall] = []
     for chain in _chains([Band(*fields) for fields in found.tolist()], can):
         made = [_packed(chain)] if len(chain) > 1 else _alone(chain[0], can)
         if made is None or len(calls) + len(made) > most:
@@ -188,7 +192,7 @@ def _common_left(left: int | None, chain: Sequence[Band], band: Band) -> int | N
     return None
 
 
-def _packed(chain: Sequence[Band]) -> Call:
+def _packed(chain: Sequence[Band]) -> KernelCall:
     q0, k0 = chain[0].q0, chain[0].k0
     q_ends, k_ends = [0], [0]
     for band in chain:
@@ -201,14 +205,14 @@ def _packed(chain: Sequence[Band]) -> Call:
         q_ends.append(band.q1 - q0)
         k_ends.append(band.k1 - k0)
     left, right = max(band.left for band in chain), chain[0].right
-    return Call(q0, chain[-1].q1, k0, chain[-1].k1, left, right, ends=(tuple(q_ends[1:]), tuple(k_ends[1:])))
+    return KernelCall(q0, chain[-1].q1, k0, chain[-1].k1, left, right, ends=(tuple(q_ends[1:]), tuple(k_ends[1:])))
 
 
-def _alone(band: Band, can: Abilities) -> list[Call] | None:
+def _alone(band: Band, can: Abilities) -> list[KernelCall] | None:
     q0, q1, k0, k1 = band.q0, band.q1, band.k0, band.k1
     corner = k1 - (q1 - q0)
     if can.windows or (band.left, band.right) == (-1, -1) or (band.left == -1 and corner == k0):
-        return [Call(q0, q1, k0, k1, band.left, band.right)]
+        return [KernelCall(q0, q1, k0, k1, band.left, band.right)]
     if band.left == -1:  # a full rectangle beside a causal square
-        return [Call(q0, q1, k0, corner, -1, -1), Call(q0, q1, corner, k1, -1, 0)]
+        return [KernelCall(q0, q1, k0, corner, -1, -1), KernelCall(q0, q1, corner, k1, -1, 0)]
     return None

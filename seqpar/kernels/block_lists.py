@@ -118,7 +118,7 @@ def too_long(intervals: KeyIntervals, q: Tensor, k: Tensor) -> bool:
     )
 
 
-class _Arguments(NamedTuple):
+class _PaddedIntervals(NamedTuple):
     """What FlashAttention-4 takes for key intervals."""
 
     padded: tuple[Tensor, Tensor]  # lo and hi, int32 [b, q of all blocks]
@@ -131,14 +131,14 @@ def interval_arguments(intervals: KeyIntervals | None, q: Tensor, k: Tensor, *, 
         return {}
     q_block = _q_block(q)
 
-    def make() -> _Arguments:
+    def make() -> _PaddedIntervals:
         longest = longest_lists(intervals, q, k, backward)
         lists = block_lists(intervals.lo, intervals.hi, k.shape[1], q_block, _K_BLOCK, longest, by_keys=backward)
         # The kernels read one row per batch row, and queries up to the end of the last block.
         lo, hi = (
             F.pad(x.expand(len(q), -1), (0, -q.shape[1] % q_block)).contiguous() for x in (intervals.lo, intervals.hi)
         )
-        return _Arguments((lo, hi), lists)
+        return _PaddedIntervals((lo, hi), lists)
 
     # The intervals are freed before others can have their id.
     found = cached_tensors(("block lists", id(intervals), len(q), backward), q.device, make, intervals)

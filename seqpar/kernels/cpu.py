@@ -18,7 +18,7 @@ from torch.nn import functional
 from ..schedule.rows import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, all_finite, empty_carry, finish, merge_, row_delta
 from .reference import ReferenceBackend
-from .tiles import Kind, Tile, tiles
+from .tiles import Tile, TileKind, tiles
 
 # PyTorch's kernel computes blocks of so many keys. A causal tile leaves out whole blocks only.
 _KEY_BLOCK = 512
@@ -71,14 +71,14 @@ class CpuBackend:
                 k_heads[batch, :, keys],
                 v_heads[batch, :, keys],
                 0.0,
-                tile.kind is Kind.CAUSAL,
+                tile.kind is TileKind.CAUSAL,
                 attn_mask=mask,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, h, q]
             out = out.transpose(1, 2)[..., :v_dim]  # [b, q, h, e]
             if blind is not None:
                 out[:, blind], out_lse[..., blind] = 0, -torch.inf
-            if tile.kind is not Kind.FULL and not all_finite(out):
+            if tile.kind is not TileKind.FULL and not all_finite(out):
                 inputs = q[batch, queries], k[batch, keys], v[batch, keys]
                 out, out_lse = _exact.forward(*inputs, _part(intervals, batch, tile), score, None, last=False)
             if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
@@ -110,11 +110,11 @@ class CpuBackend:
                 out_heads[batch, :, queries],
                 tile_lse if blind is None else tile_lse.masked_fill(blind, torch.inf),  # exp(score - inf) is 0
                 0.0,
-                tile.kind is Kind.CAUSAL,
+                tile.kind is TileKind.CAUSAL,
                 attn_mask=mask,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
-            if tile.kind is not Kind.FULL and not all_finite(*results):
+            if tile.kind is not TileKind.FULL and not all_finite(*results):
                 inputs = q[batch, queries], k[batch, keys], v[batch, keys]
                 dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
                 tile_dout, tile_out = dout[batch, queries], out[batch, queries]
@@ -147,8 +147,8 @@ def computed_pairs(intervals: KeyIntervals) -> float:
 
 def _computed(tile: Tile) -> float:
     queries, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
-    if tile.kind is not Kind.CAUSAL:
-        return queries * keys * (_MASKED_PAIR if tile.kind is Kind.MASKED else 1.0)
+    if tile.kind is not TileKind.CAUSAL:
+        return queries * keys * (_MASKED_PAIR if tile.kind is TileKind.MASKED else 1.0)
     block = 256 if queries >= 768 else 64 if queries >= 192 else 32  # queries that the kernel computes at a time
     blocks = [(first, min(first + block, queries)) for first in range(0, queries, block)]
     return sum((end - first) * min(keys, -(-end // _KEY_BLOCK) * _KEY_BLOCK) for first, end in blocks)
@@ -188,7 +188,7 @@ def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> tuple[Tensor | N
     None where there is no such tensor. A query without keys sees the first key in the mask, because the kernel does not
     say what it returns for a row that is all -inf. Its results must be replaced.
     """
-    if tile.kind is not Kind.MASKED:
+    if tile.kind is not TileKind.MASKED:
         return None, None
     row = batch.start if intervals.lo.shape[0] > 1 else 0
     lo, hi = intervals.lo[row, tile.q0 : tile.q1], intervals.hi[row, tile.q0 : tile.q1]  # [q]

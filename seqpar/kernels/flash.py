@@ -24,7 +24,7 @@ from ..schedule.rows import KeyIntervals
 from .bands import Abilities
 from .base import head_dims
 from .block_lists import interval_arguments, takes_block_sizes, too_long
-from .library import Launch, LibraryBackend, Options
+from .library import LibraryBackend, Options, PreparedCall
 
 _forward: Any = torch.ops.aten._flash_attention_forward.default
 _backward: Any = torch.ops.aten._flash_attention_backward.default
@@ -225,7 +225,7 @@ class FlashAttention4Backend(PackageBackend):
             arguments |= {"max_seqlen_q": None, "max_seqlen_k": None}
         return arguments
 
-    def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[Launch] | None:
+    def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[PreparedCall] | None:
         found = super().launches(intervals, q, k)
         return None if found and found[0].call.masked and too_long(intervals, q, k) else found
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..base.cache import outside_modes, upload
 from ..comm.trace import count_backend
 from ..schedule.rows import KeyIntervals
-from .bands import Abilities, Call, cut
+from .bands import Abilities, KernelCall, cut
 from .base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
 from .triton import TritonBackend
 
@@ -50,7 +50,7 @@ class Options:
     cu_k: Tensor | None
     max_q: int  # the most queries and keys of a sequence
     max_k: int
-    intervals: KeyIntervals | None  # for a call with ``Call.masked``
+    intervals: KeyIntervals | None  # for a call with ``KernelCall.masked``
 
     @property
     def causal(self) -> bool:
@@ -221,7 +221,7 @@ class LibraryBackend(ABC):
             if empty:
                 target.zero_()
 
-    def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[Launch] | None:
+    def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[PreparedCall] | None:
         """The calls of one step; None if it needs too many. Cached in ``intervals``."""
         can = self.able(q)
         key = "launches", can, q.shape[0], q.device
@@ -231,8 +231,8 @@ class LibraryBackend(ABC):
                 host = intervals.on_host()
                 calls = None if host is None else cut(host, *sizes, can, _MOST_CALLS)
             with outside_modes():
-                intervals.tiles[key] = None if calls is None else [_launch(call, q.device) for call in calls]
-        launches: list[Launch] | None = intervals.tiles[key]
+                intervals.tiles[key] = None if calls is None else [_prepare(call, q.device) for call in calls]
+        launches: list[PreparedCall] | None = intervals.tiles[key]
         return launches
 
     def _other(self, q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
@@ -243,28 +243,28 @@ class LibraryBackend(ABC):
         return other
 
 
-class Launch(NamedTuple):
+class PreparedCall(NamedTuple):
     """A call, and for a packed one the boundaries of its sequences on the device, int32 ``[sequences + 1]``."""
 
-    call: Call
+    call: KernelCall
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
 
 
-def _launch(call: Call, device: torch.device) -> Launch:
+def _prepare(call: KernelCall, device: torch.device) -> PreparedCall:
     if call.ends is None:
-        return Launch(call)
+        return PreparedCall(call)
     host = torch.tensor([(0, *ends) for ends in call.ends], dtype=torch.int32, device="cpu")
-    return Launch(call, *upload(host, device).unbind())
+    return PreparedCall(call, *upload(host, device).unbind())
 
 
-def _options(launch: Launch, intervals: KeyIntervals, score: Score) -> Options:
+def _options(launch: PreparedCall, intervals: KeyIntervals, score: Score) -> Options:
     call, cu_q, cu_k = launch
     taken = intervals if call.masked else None
     return Options(score.softmax_scale, score.softcap, call.left, call.right, cu_q, cu_k, *call.longest, taken)
 
 
-def _rows(x: Tensor, call: Call, rows: slice, writable: bool = False) -> Tensor:
+def _rows(x: Tensor, call: KernelCall, rows: slice, writable: bool = False) -> Tensor:
     """The rows of ``x [b, s, h, d]`` that a call reads: ``[b, rows, h, d]``, or ``[rows, h, d]`` for a packed call.
 
     Unless ``call.every_row``, rows are counted through the concatenation of all batch rows.
@@ -276,7 +276,7 @@ def _rows(x: Tensor, call: Call, rows: slice, writable: bool = False) -> Tensor:
     return flat[rows] if call.ends is not None else flat[None, rows]
 
 
-def _statistics(lse: Tensor, call: Call) -> Tensor:
+def _statistics(lse: Tensor, call: KernelCall) -> Tensor:
     """The rows of ``lse [b, h, q]`` that a call reads, contiguous: ``[b, h, rows]``, or ``[h, rows]`` if packed."""
     if call.every_row or len(lse) == 1:
         part = lse[:, :, call.queries]
@@ -285,7 +285,7 @@ def _statistics(lse: Tensor, call: Call) -> Tensor:
     return (part if call.ends is not None else part[None]).contiguous()
 
 
-def _by_place(call: Call, out: Tensor, lse: Tensor, q_len: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
+def _by_place(call: KernelCall, out: Tensor, lse: Tensor, q_len: int) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
     """Yields slices of batch rows and of queries, and their ``out [b, q, h, d]`` and ``lse [b, h, q]``."""
     if call.ends is not None:
         out, lse = out[None], lse[None]

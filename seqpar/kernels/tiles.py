@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..schedule.rows import KeyIntervals
 
-Array = NDArray[np.integer[Any]]
+IntArray = NDArray[np.integer[Any]]
 
 # A run of fewer queries is cheaper as part of a masked tile than as tiles of its own, unless it is the only one.
 _SHORT_RUN = 64
@@ -34,7 +34,7 @@ _MIN_BLOCK, _MAX_BLOCK = 64, 512  # queries in a masked tile
 _CAUSAL_BLOCK, _CAUSAL_WHOLE = 256, 768
 
 
-class Kind(Enum):
+class TileKind(Enum):
     """What the queries of a tile see of its keys."""
 
     FULL = "full"  # every query sees every key
@@ -54,7 +54,7 @@ class Tile:
     q1: int
     k0: int
     k1: int
-    kind: Kind
+    kind: TileKind
 
 
 def tiles(intervals: KeyIntervals, row: int) -> tuple[Tile, ...]:
@@ -93,7 +93,7 @@ def decompose(lo: Tensor, hi: Tensor) -> Iterator[Tile]:
 STILL, HI_MOVES, BOTH_MOVE, LO_MOVES, _OTHER = range(5)
 
 
-def runs(lo: Array, hi: Array) -> tuple[Array, Array, Array]:
+def runs(lo: IntArray, hi: IntArray) -> tuple[IntArray, IntArray, IntArray]:
     """Maximal runs as arrays ``(start, stop, kind)``, int64 ``[runs]``. ``kind`` is how ``lo`` and ``hi`` change.
 
     A run of one query has the kind ``STILL``. ``lo`` and ``hi`` are ``[q_len]``, with at least one query.
@@ -124,24 +124,24 @@ def runs(lo: Array, hi: Array) -> tuple[Array, Array, Array]:
 def _plain(lo: int, hi: int, start: int, stop: int, kind: int) -> Iterator[Tile]:
     """The tiles of a ``STILL`` or ``HI_MOVES`` run whose first query sees the keys ``lo:hi``."""
     if kind == STILL:
-        yield Tile(start, stop, lo, hi, Kind.FULL)
+        yield Tile(start, stop, lo, hi, TileKind.FULL)
         return
     k0, size = hi - 1, stop - start
     if k0 > lo:
-        yield Tile(start, stop, lo, k0, Kind.FULL)
+        yield Tile(start, stop, lo, k0, TileKind.FULL)
     block = _CAUSAL_BLOCK if size < _CAUSAL_WHOLE else size
     for first in range(0, size, block):
         end = min(first + block, size)
         if first:
-            yield Tile(start + first, start + end, k0, k0 + first, Kind.FULL)
-        yield Tile(start + first, start + end, k0 + first, k0 + end, Kind.CAUSAL)
+            yield Tile(start + first, start + end, k0, k0 + first, TileKind.FULL)
+        yield Tile(start + first, start + end, k0 + first, k0 + end, TileKind.CAUSAL)
 
 
-def _masked(lo: Array, hi: Array, start: int, stop: int) -> Iterator[Tile]:
+def _masked(lo: IntArray, hi: IntArray, start: int, stop: int) -> Iterator[Tile]:
     """Blocks of queries over all keys that any of them sees. The blocks are larger if the queries see more keys."""
     while start < stop:
         k0 = int(lo[start])
         end = min(start + max(_MIN_BLOCK, min(_MAX_BLOCK, (int(hi[start]) - k0) // 4)), stop)
         if (lo[start:end] < hi[start:end]).any():
-            yield Tile(start, end, k0, int(hi[end - 1]), Kind.MASKED)
+            yield Tile(start, end, k0, int(hi[end - 1]), TileKind.MASKED)
         start = end

@@ -316,7 +316,7 @@ def is_flattened(p: nn.Parameter) -> bool:
     return isinstance(p, FlatParameter) or getattr(p, "_fsdp_flattened", False)
 
 
-class _Gradients(NamedTuple):
+class _GradientHeader(NamedTuple):
     """What the ranks compare before they reduce gradients."""
 
     parameters: int
@@ -329,9 +329,9 @@ def _check_same_parameters(
 ) -> bool:
     """Raise unless the ranks' parameters and divisors are alike. Returns whether ``kinds()`` are."""
 
-    def header() -> _Gradients:
+    def header() -> _GradientHeader:
         description = "; ".join(f"{name} {tuple(_local_tensor(p).shape)} {p.dtype}" for name, p in named)
-        return _Gradients(len(named), fingerprint(description, divisor), fingerprint(*kinds()))
+        return _GradientHeader(len(named), fingerprint(description, divisor), fingerprint(*kinds()))
 
     headers = all_gather_header(header, ranks)
     if any(header[:2] != headers[0][:2] for header in headers):

@@ -87,7 +87,7 @@ class RotaryEmbedding(nn.Module):
                 f"head_dim={head_dim}: expected an even number; rotary embeddings rotate pairs of dimensions"
             )
         self.head_dim = head_dim
-        self._in_operators = _Rotary(self)
+        self._in_operators = _OpaqueRotary(self)
         self.rope_type, parameters = _parse_scaling(scaling)
         base = parameters.pop("rope_theta", base)
         self.base = check_number("base", base)
@@ -192,14 +192,14 @@ def rotary_length(x: Tensor, positions: Tensor | None, sharding: Sharding) -> Te
 
 
 @register_reference_type()
-class _Rotary(Opaque):
+class _OpaqueRotary(Opaque):
     """The rotary embedding that an operator computes the table of."""
 
     def __init__(self, embedding: RotaryEmbedding) -> None:
         self.embedding = embedding
 
 
-def _fake_table(positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, _: Any) -> Table:
+def _fake_table(positions: Tensor, rotary: _OpaqueRotary, dtype: torch.dtype, device: torch.device, _: Any) -> Table:
     batch = positions.shape[0] if positions.dim() == 2 else 1
     shape = batch, positions.shape[-1], 1, unwrap(rotary).embedding.head_dim // 2
     return torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)
@@ -207,7 +207,7 @@ def _fake_table(positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: 
 
 @operator(fake=_fake_table)
 def rotary_table(
-    positions: Tensor, rotary: _Rotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
+    positions: Tensor, rotary: _OpaqueRotary, dtype: torch.dtype, device: torch.device, length: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``RotaryEmbedding.cos_sin`` for compiled code."""
     cos, sin = rotary.embedding.cos_sin(positions, dtype, device, length)

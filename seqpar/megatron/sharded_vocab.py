@@ -33,7 +33,7 @@ from ..placement.placement import ParallelContext
 from ..ranks.mesh import rank_in, size_of, tensor_group
 from ..sharding.sharding import Sharding
 from ..strategies.gemm import add_weight_gradient, sum_dtype
-from ..strategies.sequence_chunks import PartialSums, Piece, Rows
+from ..strategies.sequence_chunks import PartialSums, RowPiece, SequenceRows
 from ..strategies.tensor_operators import ChunkOptions, chunks_of, lengths_of, new_tokens
 
 # The label of tokens without loss, by default. No id has it.
@@ -393,7 +393,7 @@ def vocab_linear_cross_entropy_backward(
     dweight = torch.zeros_like(weight, dtype=sum_dtype(weight)) if need_weight else None
     dbias = torch.zeros_like(bias, dtype=sum_dtype(bias)) if bias is not None and need_bias else None
 
-    def gradients(rows: Rows, piece: Tensor) -> Tensor:
+    def gradients(rows: SequenceRows, piece: Tensor) -> Tensor:
         """This rank's partial gradient of ``piece [b, n, d]``. Adds the gradients of the weights to their sums."""
         of_rows = (rows.take(tensor) for tensor in (all_labels, lse, dlosses))
         dpiece = torch.empty_like(piece) if need_x else piece.new_empty(0)
@@ -411,7 +411,7 @@ def vocab_linear_cross_entropy_backward(
                 add_weight_gradient(dweight, dlogits[None], hidden[None])
         return dpiece
 
-    def next_gradients(pieces: Iterator[Piece], rows: Rows) -> Tensor:
+    def next_gradients(pieces: Iterator[RowPiece], rows: SequenceRows) -> Tensor:
         return gradients(*next(pieces))
 
     with chunks.call("vocab_linear_cross_entropy_backward", x):

@@ -30,7 +30,7 @@ from ..placement.placement import ParallelContext
 from ..ranks.mesh import size_of
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """The part of a replicated weight that this rank computes with: ``weight.narrow(dim, start, length)``."""
 
     dim: int
@@ -42,9 +42,9 @@ class ShardedWeights(nn.Module):
     """A module whose own parameters are DTensors over the tensor-parallel ranks, unless there is one rank."""
 
     # By name of a DTensor parameter. None: this rank computes with all that it holds. ``layers/gradients.py`` reads it.
-    tensor_parallel_parts: Mapping[str, Part | None] = MappingProxyType({})
+    tensor_parallel_parts: Mapping[str, WeightPart | None] = MappingProxyType({})
 
-    def distribute(self, ranks: ParallelContext, **splits: int | Part | None) -> None:
+    def distribute(self, ranks: ParallelContext, **splits: int | WeightPart | None) -> None:
         """Replace full parameters by DTensors.
 
         Args:
@@ -55,7 +55,9 @@ class ShardedWeights(nn.Module):
         if size_of(ranks.tensor) == 1:
             return
         full = {name: getattr(self, name) for name in splits if getattr(self, name) is not None}
-        self.tensor_parallel_parts = {name: part if isinstance(part := splits[name], Part) else None for name in full}
+        self.tensor_parallel_parts = {
+            name: part if isinstance(part := splits[name], WeightPart) else None for name in full
+        }
         for name, weight in full.items():
             dim = splits[name]
             placement = Shard(dim) if isinstance(dim, int) else Replicate()
@@ -118,7 +120,7 @@ class ShardedLinear(ShardedWeights, nn.Linear):
         out_features: of the full weight.
         bias: whether it has a bias.
         ranks: the ranks of the layer.
-        split: 0 for column-parallel, 1 for row-parallel, or the ``Part`` of a replicated weight in one of these
+        split: 0 for column-parallel, 1 for row-parallel, or the ``WeightPart`` of a replicated weight in one of these
             dimensions. The bias of a row-parallel projection is replicated.
         factory_kwargs: device and dtype of the weights.
     """
@@ -129,11 +131,11 @@ class ShardedLinear(ShardedWeights, nn.Linear):
         out_features: int,
         bias: bool,
         ranks: ParallelContext,
-        split: int | Part,
+        split: int | WeightPart,
         factory_kwargs: dict[str, Any],
     ) -> None:
         super().__init__(in_features, out_features, bias=bias, **factory_kwargs)
-        rows = split == 0 or (isinstance(split, Part) and split.dim == 0)
+        rows = split == 0 or (isinstance(split, WeightPart) and split.dim == 0)
         self.distribute(ranks, weight=split, bias=split if rows else None)
 
     def reset_parameters(self) -> None:

@@ -33,7 +33,7 @@ from ..sharding.spec import AttentionSpec
 from ..strategies.autograd import with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens, gather_and_project, project_and_scatter
-from .sharded_weights import Part, ReplicatedNorm, ShardedLinear, ShardedWeights
+from .sharded_weights import ReplicatedNorm, ShardedLinear, ShardedWeights, WeightPart
 
 
 class MegatronAttention(ShardedWeights, AttentionLayer):
@@ -95,11 +95,11 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         by_rank = Heads.of_model(self.num_heads, self.num_kv_heads).split(self._tensor_ranks)
         own = self._heads = by_rank[rank_in(ranks.tensor)]
 
-        def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | Part:
+        def split(dim: int, heads: int, local_heads: range, rows: int = d) -> int | WeightPart:
             """How a weight with ``rows`` rows of each of ``heads`` is distributed along ``dim``."""
             if heads % self._tensor_ranks == 0:
                 return dim
-            return Part(dim, local_heads.start * rows, len(local_heads) * rows)
+            return WeightPart(dim, local_heads.start * rows, len(local_heads) * rows)
 
         of_queries, of_keys = split(0, self.num_heads, own.queries), split(0, self.num_kv_heads, own.kv)
         linear = partial(ShardedLinear, ranks=ranks, factory_kwargs=factory_kwargs)

@@ -14,7 +14,7 @@ from ..base.checks import no_compile
 from ..patching.forwards import replace_forward
 from ..strategies.attend import only_heads
 from .layers import contexts_of_part
-from .weights import CACHE_ARGUMENTS, OWNER, Forward, Weights
+from .weights import CACHE_ARGUMENTS, OWNER, OriginalForward, SummedWeights
 from .zero import is_partitioned
 
 # By the names of an attention layer's parameters: the dimension that has heads, or None.
@@ -52,7 +52,7 @@ def group_heads(module: nn.Module, groups: int) -> None:
     heads = cast(nn.Linear, module.o_proj).in_features // head_dim // groups
 
     @no_compile  # torch.compile does not trace replaced weights
-    def run(self: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, forward: OriginalForward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self.training and getattr(self, "attention_dropout", None):
@@ -62,7 +62,7 @@ def group_heads(module: nn.Module, groups: int) -> None:
             if kwargs.get(name) is not None:
                 kwargs[name] = None  # a cache must not be written by every group
         x, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())
-        weights = Weights(self)
+        weights = SummedWeights(self)
 
         def group_forward(group: int, x: Tensor) -> tuple[Any, ...]:
             def cut(name: str, p: Tensor) -> Tensor:

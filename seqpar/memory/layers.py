@@ -18,7 +18,7 @@ from ..patching.forwards import replace_forward
 from ..patching.running import Running
 from ..strategies.checkpointing import keep_attention
 from .offload import Kept, copies_to_host
-from .weights import CACHE_ARGUMENTS, OWNER, Forward
+from .weights import CACHE_ARGUMENTS, OWNER, OriginalForward
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -45,7 +45,7 @@ def checkpoint_layer(module: nn.Module, attention: bool, offload: bool, chain: C
         chain: shared by the layers of a model.
     """
 
-    def run(self: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, forward: OriginalForward, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self.training and getattr(self, "gradient_checkpointing", False):
@@ -68,7 +68,9 @@ def checkpoint_layer(module: nn.Module, attention: bool, offload: bool, chain: C
 
 
 @_disable_dynamo(recursive=False)  # the layer's own code is compiled
-def _offloaded(chain: Chain, attention: bool, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _offloaded(
+    chain: Chain, attention: bool, forward: OriginalForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     kept = chain.next(offload=True)
 
     def pack(x: Tensor) -> int | Tensor:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from ..patching.forwards import replace_forward
-from .weights import OWNER, Forward, Weights
+from .weights import OWNER, OriginalForward, SummedWeights
 
 
 def tile_mlp(module: nn.Module, tokens: int = 32_768) -> None:
@@ -24,13 +24,13 @@ def tile_mlp(module: nn.Module, tokens: int = 32_768) -> None:
         tokens: of one tile.
     """
 
-    def run(self: nn.Module, forward: Forward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run(self: nn.Module, forward: OriginalForward, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         count = -(-(x.numel() // x.shape[-1]) // tokens)
         if count <= 1:
             return forward(x, *args, **kwargs)
         _check(self, args, kwargs)
         # torch.compile does not trace replaced weights: there, the weights' gradients are summed in their own dtype.
-        weights = None if torch.compiler.is_compiling() else Weights(self)
+        weights = None if torch.compiler.is_compiling() else SummedWeights(self)
 
         def tile_forward(tile: Tensor) -> Any:
             if weights is None:

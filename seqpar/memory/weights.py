@@ -23,9 +23,9 @@ OWNER = "seqpar.memory"  # of the forwards that it replaces
 # The argument that holds the key/value cache: of transformers 5.24 and later, and of earlier versions.
 CACHE_ARGUMENTS = ("cache", "past_key_values")
 # The original forward of a module.
-Forward = Callable[..., Any]
+OriginalForward = Callable[..., Any]
 # By a weight's name and values: the part of the weight that a call uses.
-Cut = Callable[[str, Tensor], Tensor]
+SliceWeight = Callable[[str, Tensor], Tensor]
 
 
 class _Sum(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _Weight(torch.autograd.Function):
         return None, gradient.to(ctx.dtype)
 
 
-class Weights:
+class SummedWeights:
     """The trainable weights of a module, for several calls of its forward.
 
     DTensors and the parameters that DeepSpeed partitions are left as they are: their gradients are summed by autograd.
@@ -68,7 +68,7 @@ class Weights:
             if p.requires_grad and not isinstance(p, DTensor) and not is_partitioned(p)
         }
 
-    def call(self, forward: Forward, *args: Any, cut: Cut | None = None, **kwargs: Any) -> Any:
+    def call(self, forward: OriginalForward, *args: Any, cut: SliceWeight | None = None, **kwargs: Any) -> Any:
         """``forward(*args, **kwargs)``, the original forward of the module, with gradients that go to the sums.
 
         Args:
@@ -84,13 +84,13 @@ class Weights:
                 values[f"module.{name}"] = _Weight.apply(*parts)
             elif cut is not None:
                 values[f"module.{name}"] = cut(name, p)
-        return functional_call(_Original(self.module, forward), values, args, kwargs)
+        return functional_call(_WithoutHooks(self.module, forward), values, args, kwargs)
 
 
-class _Original(nn.Module):
+class _WithoutHooks(nn.Module):
     """Calls the original forward of ``module``, without the hooks of ``module``."""
 
-    def __init__(self, module: nn.Module, forward: Forward) -> None:
+    def __init__(self, module: nn.Module, forward: OriginalForward) -> None:
         super().__init__()
         self.module = module
         self._run = forward

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 # A module, its method without the run, and the arguments of the call.
-Run = Callable[..., Any]
-Runs = tuple[tuple[str, Run], ...]  # with their owners, the outermost last
+Wrapper = Callable[..., Any]
+OwnedWrappers = tuple[tuple[str, Wrapper], ...]  # with their owners, the outermost last
 
 
-def replace_forward(module: nn.Module, owner: str, run: Run, name: str = "forward") -> Callable[[], None]:
+def replace_forward(module: nn.Module, owner: str, run: Wrapper, name: str = "forward") -> Callable[[], None]:
     """Make ``module.forward(...)`` call ``run(module, forward, ...)``, and return what undoes it.
 
     ``forward`` is what it was before; a second run goes around the first one. The module's hooks, parameters and names
@@ -94,7 +94,7 @@ def _kept(name: str) -> str:
     return f"_seqpar_{name.strip('_')}"
 
 
-def _change(module: nn.Module, name: str, change: Callable[[Runs], Runs]) -> None:
+def _change(module: nn.Module, name: str, change: Callable[[OwnedWrappers], OwnedWrappers]) -> None:
     """Put a method with other runs where the method of the module is, or without runs, the one that was there."""
     place, key = _slot(module, name)
     kept, runs = _kept(name), change(runs_of(place.get(key)))
@@ -112,7 +112,7 @@ def _change(module: nn.Module, name: str, change: Callable[[Runs], Runs]) -> Non
         del place[key]
 
 
-def _method(kept: str, name: str, function: Any, runs: Runs) -> Any:
+def _method(kept: str, name: str, function: Any, runs: OwnedWrappers) -> Any:
     *inner, (_, outer) = runs
 
     @wraps(function, updated=())
@@ -127,7 +127,7 @@ def _method(kept: str, name: str, function: Any, runs: Runs) -> Any:
     return method
 
 
-def runs_of(method: Any) -> Runs:
+def runs_of(method: Any) -> OwnedWrappers:
     """The runs of a method that ``replace_forward`` has set; of any other one, none."""
     function = getattr(method, "__func__", method)
     of, runs = getattr(function, "_seqpar_runs", (None, ()))

@@ -40,11 +40,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise, starmap
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..masks.mask import Mask
-from ..masks.runs import Runs, keys_below_line
-from .filling import PERMILLE, Bounds, Component, Piece, fill, joined
+from ..masks.runs import Array, Runs, keys_below_line
+from .filling import PERMILLE, Bounds, Component, TileRange, fill, joined
 from .layout import Assigned, Layout, shard_ranges, split_range
 from .levelling import Level
 
@@ -52,8 +51,6 @@ TILE = 128
 _FEWEST_TILES = 4  # of a rank; with fewer the layout is zigzag
 _ENOUGH_TILES = 16  # of a rank: with fewer the tiles are smaller
 _MOST_TILES = 1 << 18  # of a sequence: smaller tiles take too long
-
-Array = NDArray[np.int64]
 
 
 def balanced_layout(
@@ -98,7 +95,7 @@ def balanced_layout(
         seq_len < _ENOUGH_TILES * tile * groups or _difference(seq_len, tile, groups, together) * ranks * 50 > seq_len
     ):
         tile //= 2
-    best: tuple[int, list[list[Piece]], list[list[range]]] | None = None
+    best: tuple[int, list[list[TileRange]], list[list[range]]] | None = None
     enough = total * (1000 + PERMILLE * len(counted)) // (1000 * groups)
     while tile and (best is None or (best[0] > enough and seq_len // tile < _MOST_TILES >> 3 * len(others))):
         edges = np.minimum(np.arange(-(-seq_len // tile) + 1) * tile, seq_len)
@@ -205,27 +202,27 @@ def _components(pairs: _Pairs, tile: int, below: Array) -> list[Bounds]:
     return [*zip(lo.tolist(), hi.tolist(), dense_first.tolist(), strict=True)]
 
 
-def _classes(components: list[Bounds], below: Array, others: list[Array]) -> list[list[Piece]]:
+def _classes(components: list[Bounds], below: Array, others: list[Array]) -> list[list[TileRange]]:
     """The tiles in pieces, grouped by which of the ``others`` show fewer pairs there than ``below``."""
     pairs = np.diff(below)
     classes = sum(((np.diff(x) < pairs) << i for i, x in enumerate(others)), np.zeros(len(pairs), dtype=np.int64))
-    changes, found = (1 + np.flatnonzero(np.diff(classes))).tolist(), defaultdict[int, list[Piece]](list)
+    changes, found = (1 + np.flatnonzero(np.diff(classes))).tolist(), defaultdict[int, list[TileRange]](list)
     for c in starmap(Component, components):
         for lo, hi in pairwise([c.lo, *changes[bisect_right(changes, c.lo) : bisect_left(changes, c.hi)], c.hi]):
-            found[int(classes[lo])].append(Piece(lo, hi, c))
+            found[int(classes[lo])].append(TileRange(lo, hi, c))
     return [found[key] for key in sorted(found)]
 
 
-def _halved(ranks: list[list[Piece]], tiles: int) -> list[list[Piece]]:
+def _halved(ranks: list[list[TileRange]], tiles: int) -> list[list[TileRange]]:
     """The same pieces in tiles of half the size, of which the sequence has ``tiles``."""
     components = {p.of: Component(2 * p.of.lo, min(2 * p.of.hi, tiles), p.of.dense_first) for x in ranks for p in x}
-    return [[Piece(2 * p.lo, min(2 * p.hi, tiles), components[p.of]) for p in x] for x in ranks]
+    return [[TileRange(2 * p.lo, min(2 * p.hi, tiles), components[p.of]) for p in x] for x in ranks]
 
 
-def _numbered(ranks: list[list[Piece]], per_host: int) -> list[int]:
+def _numbered(ranks: list[list[TileRange]], per_host: int) -> list[int]:
     """The indices of ``ranks`` in an order in which holders of one component share hosts: a host gets a row once."""
 
-    def deepest(pieces: list[Piece]) -> Piece:
+    def deepest(pieces: list[TileRange]) -> TileRange:
         return max(pieces, key=lambda p: (p.depth - p.size, p.depth, -p.lo))
 
     by_component = defaultdict[Component, list[int]](list)
@@ -253,7 +250,7 @@ def _numbered(ranks: list[list[Piece]], per_host: int) -> list[int]:
     return list(chain.from_iterable((*hosts, *sorted(shared, key=len, reverse=True))))
 
 
-def _ranges(pieces: list[Piece], tile: int, seq_len: int) -> list[range]:
+def _ranges(pieces: list[TileRange], tile: int, seq_len: int) -> list[range]:
     return [range(p.lo * tile, min(p.hi * tile, seq_len)) for p in sorted(pieces, key=lambda p: p.lo)]
 
 

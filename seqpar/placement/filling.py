@@ -22,7 +22,7 @@ class Component:
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class TileRange:
     """Tiles ``lo <= i < hi`` of a component: of a rank, or not yet given to one."""
 
     lo: int
@@ -38,23 +38,23 @@ class Piece:
         """How many tiles of the component's sparse end a rank with this piece sees, the piece included."""
         return self.of.hi - self.lo if self.of.dense_first else self.hi - self.of.lo
 
-    def take(self, count: int, at_hi: bool) -> Piece:
+    def take(self, count: int, at_hi: bool) -> TileRange:
         """Cut off ``count`` tiles."""
         if at_hi:
             self.hi -= count
-            return Piece(self.hi, self.hi + count, self.of)
+            return TileRange(self.hi, self.hi + count, self.of)
         self.lo += count
-        return Piece(self.lo - count, self.lo, self.of)
+        return TileRange(self.lo - count, self.lo, self.of)
 
 
 # The first tile of a component, the one past its last, and whether the dense end comes first.
 Bounds = tuple[int, int, bool]
 
 
-def joined(components: list[Bounds], below: list[int], ranks: int) -> list[Piece]:
+def joined(components: list[Bounds], below: list[int], ranks: int) -> list[TileRange]:
     """The components as pieces. Small neighbours are one piece: fewer ranges, and a cut between two costs no rows."""
     tiles, mean = -(-(len(below) - 1) // ranks), below[-1] // ranks
-    found, small = list[Piece](), False  # whether the last piece is small
+    found, small = list[TileRange](), False  # whether the last piece is small
     for lo, hi, dense_first in components:
         is_short = hi - lo <= tiles and below[hi] - below[lo] <= mean
         if is_short and small and (hi - found[-1].lo) * _FEWEST <= tiles:
@@ -62,15 +62,15 @@ def joined(components: list[Bounds], below: list[int], ranks: int) -> list[Piece
             last.hi = last.of.hi = hi
             last.of.dense_first = False
         else:
-            found.append(Piece(lo, hi, Component(lo, hi, dense_first)))
+            found.append(TileRange(lo, hi, Component(lo, hi, dense_first)))
         small = is_short
     return found
 
 
-def fill(below: list[int], pieces: list[Piece], sizes: list[int]) -> list[list[Piece]]:
+def fill(below: list[int], pieces: list[TileRange], sizes: list[int]) -> list[list[TileRange]]:
     """The part of ``pieces`` that each rank gets, filled one after another: ``sizes`` tiles that cost equally much."""
     filler, ranks = _Filler(below, pieces, len(sizes)), len(sizes)
-    filled, left = list[list[Piece]](), sum(map(filler.cost, pieces))
+    filled, left = list[list[TileRange]](), sum(map(filler.cost, pieces))
     for rank in range(ranks - 1):
         filled.append(filler.fill(sizes[rank], left // (ranks - rank)))
         left -= sum(map(filler.cost, filled[-1]))
@@ -80,47 +80,47 @@ def fill(below: list[int], pieces: list[Piece], sizes: list[int]) -> list[list[P
 class _Filler:
     """The pieces that no rank has yet: ``short`` ones, which fit on a rank, sorted by their mean cost, and ``long``."""
 
-    def __init__(self, below: list[int], pieces: list[Piece], ranks: int) -> None:
+    def __init__(self, below: list[int], pieces: list[TileRange], ranks: int) -> None:
         self.below = below
         self.tiles, self.mean = -(-sum(p.size for p in pieces) // ranks), sum(map(self.cost, pieces)) // ranks
-        self.long: list[Piece] = []
-        self.short: list[Piece] = []
+        self.long: list[TileRange] = []
+        self.short: list[TileRange] = []
         self.means: list[int] = []  # of ``short``
-        short = list[Piece]()
+        short = list[TileRange]()
         for piece in pieces:
             (self.long if self._is_long(piece) else short).append(piece)
         by_mean = sorted((self._mean(piece), piece.lo, piece) for piece in self._merged(short))
         self.short, self.means = [piece for *_, piece in by_mean], [mean for mean, *_ in by_mean]
         self._prefixes: tuple[list[int], list[int]] | None = None  # of ``_sparsest``, until ``short`` changes
 
-    def _is_long(self, piece: Piece) -> bool:
+    def _is_long(self, piece: TileRange) -> bool:
         return piece.size > self.tiles or self.cost(piece) > self.mean
 
-    def _merged(self, short: Iterable[Piece]) -> list[Piece]:
+    def _merged(self, short: Iterable[TileRange]) -> list[TileRange]:
         """Small neighbours as one piece, as in ``joined``, for masks whose components were divided into classes."""
-        merged = list[Piece]()
+        merged = list[TileRange]()
         for piece in short:
             if merged and merged[-1].hi == piece.lo and (piece.hi - merged[-1].lo) * _FEWEST <= self.tiles:
                 lo = merged.pop().lo
-                piece = Piece(lo, piece.hi, Component(lo, piece.hi, False))
+                piece = TileRange(lo, piece.hi, Component(lo, piece.hi, False))
             merged.append(piece)
         return merged
 
-    def cost(self, piece: Piece) -> int:
+    def cost(self, piece: TileRange) -> int:
         return self.below[piece.hi] - self.below[piece.lo]
 
-    def _mean(self, piece: Piece) -> int:
+    def _mean(self, piece: TileRange) -> int:
         return self.cost(piece) // piece.size
 
-    def _end(self, piece: Piece, count: int, dense: bool) -> int:
+    def _end(self, piece: TileRange, count: int, dense: bool) -> int:
         """The cost of ``count`` tiles at the dense or the sparse end."""
         if dense != piece.of.dense_first:
             return self.below[piece.hi] - self.below[piece.hi - count]
         return self.below[piece.lo + count] - self.below[piece.lo]
 
-    def fill(self, t: int, a: int) -> list[Piece]:
+    def fill(self, t: int, a: int) -> list[TileRange]:
         """``t`` tiles that cost about ``a``."""
-        pieces: list[Piece] = []
+        pieces: list[TileRange] = []
         while t:
             if self.long:
                 piece = max(self.long, key=lambda p: (self._end(p, min(_DEEP, p.size), True), p.lo))
@@ -135,7 +135,7 @@ class _Filler:
             t, a = t - piece.size, a - self.cost(piece)
         return pieces
 
-    def _fits(self, piece: Piece, t: int, a: int, index: int | None = None) -> bool:
+    def _fits(self, piece: TileRange, t: int, a: int, index: int | None = None) -> bool:
         """Whether the whole piece, ``short[index]`` or a long one, leaves enough for the sparsest tiles that follow."""
         left, a = t - piece.size, a - self.cost(piece)
         if left < 0 or a < 0:
@@ -166,9 +166,9 @@ class _Filler:
             known = self._prefixes = sizes, costs
         return known
 
-    def _two_ends(self, piece: Piece, t: int, a: int) -> list[Piece]:
+    def _two_ends(self, piece: TileRange, t: int, a: int) -> list[TileRange]:
         """The dense end of ``piece``, and sparse tiles: whole short pieces, and the head of ``piece``."""
-        pieces: list[Piece] = []
+        pieces: list[TileRange] = []
 
         def whole(index: int) -> None:
             nonlocal t, a
@@ -206,12 +206,12 @@ class _Filler:
         self._keep(piece)
         return [p for p in pieces if p.size]
 
-    def _reaches(self, piece: Piece, first: Piece, t: int, a: int) -> bool:
+    def _reaches(self, piece: TileRange, first: TileRange, t: int, a: int) -> bool:
         """Whether ``first``, and then the dense end of ``piece``, cost at least ``a``."""
         left = t - first.size
         return left >= 0 and self._end(piece, min(left, piece.size), True) >= a - self.cost(first)
 
-    def _solve(self, dense: Piece, sparse: Piece, t: int, a: int) -> int:
+    def _solve(self, dense: TileRange, sparse: TileRange, t: int, a: int) -> int:
         """The two equations: how many of ``t`` tiles come from the dense end, so that all cost about ``a``."""
 
         def excess(x: int) -> int:
@@ -225,7 +225,7 @@ class _Filler:
             low, high = (x, high) if excess(x) <= 0 else (low, x)
         return low if -excess(low) <= excess(high) else high
 
-    def _round(self, piece: Piece, x: int, t: int, a: int, off: int, whole: Callable[[int], None]) -> int:
+    def _round(self, piece: TileRange, x: int, t: int, a: int, off: int, whole: Callable[[int], None]) -> int:
         """``x``, or one tile more or less, with another whole short piece if the cost comes closer to ``a``."""
         best = None
         for index, short in enumerate(self.short[:_NEAR] if off * 4000 > self.mean * PERMILLE else ()):
@@ -249,7 +249,7 @@ class _Filler:
         order = (near[i] for i in sorted(range(len(off)), key=off.__getitem__))
         return next((i for i in order if self._fits(self.short[i], t, a, i)), None)
 
-    def _rest(self, t: int, a: int) -> list[Piece]:
+    def _rest(self, t: int, a: int) -> list[TileRange]:
         """The last ``t`` tiles: both ends of the smallest short piece whose ends can cost ``a``."""
 
         def off(i: int) -> tuple[int, int]:
@@ -275,7 +275,7 @@ class _Filler:
         at = bisect_left(self.means, a // t)
         return range(max(0, at - _NEAR), min(len(self.short), at + _NEAR))
 
-    def _pop(self, index: int) -> Piece:
+    def _pop(self, index: int) -> TileRange:
         self._forget(index)
         self.means.pop(index)
         return self.short.pop(index)
@@ -285,13 +285,13 @@ class _Filler:
         if self._prefixes is not None and index < len(self._prefixes[0]):
             self._prefixes = None
 
-    def _remove(self, piece: Piece) -> None:
+    def _remove(self, piece: TileRange) -> None:
         if piece in self.long:
             self.long.remove(piece)
         else:
             self._pop(self.short.index(piece))
 
-    def _keep(self, piece: Piece) -> None:
+    def _keep(self, piece: TileRange) -> None:
         """Put what is left of ``piece`` back."""
         if not piece.size:
             return

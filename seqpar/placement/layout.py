@@ -58,7 +58,7 @@ CPU = torch.device("cpu")
 Grain = Literal["one run", "two runs", "several runs", "tiny runs"]
 _TINY = 64
 # Tokens of a rank at equal distances: their indices among the rank's tokens, and among the tokens of several ranks.
-Piece = tuple[slice, slice]
+TokenSlices = tuple[slice, slice]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -460,7 +460,7 @@ class TokenLayout:
             lambda: tuple(merged.counts_below(part.tensor(device)) for part in parts),
         )
 
-    def ulysses_pieces(self, ring_rank: int) -> tuple[tuple[Piece, ...], ...]:
+    def ulysses_pieces(self, ring_rank: int) -> tuple[tuple[TokenSlices, ...], ...]:
         """For each ulysses rank of ``ring_rank``, the pieces of its tokens."""
         return _ulysses_pieces(self, ring_rank)
 
@@ -479,11 +479,11 @@ def _runs(tokens: TokenLayout) -> int:
 
 
 @lru_cache(maxsize=32)
-def _ulysses_pieces(tokens: TokenLayout, ring_rank: int) -> tuple[tuple[Piece, ...], ...]:
+def _ulysses_pieces(tokens: TokenLayout, ring_rank: int) -> tuple[tuple[TokenSlices, ...], ...]:
     full, tensor = tokens.ring_positions(ring_rank), tokens.tensor
     first = ring_rank * tokens.ulysses
 
-    def pieces(held: Positions) -> Iterator[Piece]:
+    def pieces(held: Positions) -> Iterator[TokenSlices]:
         for stripe, offset in held.with_offsets():
             each = stripe.block if stripe.block < stripe.count else 1  # pieces of a stripe
             for i in range(each):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from .filling import PERMILLE, Component, Piece
+from .filling import PERMILLE, Component, TileRange
 
 _LIGHT, _ENDS = 6, 8  # ranks, and ends of pieces of each, that are compared for one swap
 _SWAP_ROWS = 16  # what a swap costs besides its rows, in tiles of rows
 
 # The cost of the last tile at an end of a piece, the piece, whether the end is ``hi``, and the piece's size.
-_End = tuple[int, Piece, bool, int]
+_End = tuple[int, TileRange, bool, int]
 
 
 @dataclass
@@ -20,8 +20,8 @@ class _Swap:
 
     score: int  # what it costs for what it gains
     other: int
-    mine: tuple[Piece, bool]
-    theirs: tuple[Piece, bool]
+    mine: tuple[TileRange, bool]
+    theirs: tuple[TileRange, bool]
     count: int
     gain: int
 
@@ -29,12 +29,12 @@ class _Swap:
 class Level:
     """Swaps tiles between ranks, until no rank has too many pairs."""
 
-    def __init__(self, below: list[int], ranks: list[list[Piece]]) -> None:
+    def __init__(self, below: list[int], ranks: list[list[TileRange]]) -> None:
         self.below, self.ranks = below, ranks
         self.loads = [sum(below[p.hi] - below[p.lo] for p in pieces) for pieces in ranks]
         self.mean = sum(self.loads) // len(ranks)
         self.limit = self.mean + self.mean * PERMILLE // 1000
-        self._known: dict[int, dict[Component, list[Piece]]] = {}
+        self._known: dict[int, dict[Component, list[TileRange]]] = {}
         self._known_ends: dict[int, dict[tuple[bool, bool], list[_End]]] = defaultdict(dict)
 
     def run(self) -> None:
@@ -112,7 +112,7 @@ class Level:
             known[dense, any_end] = found if any_end else found[:_ENDS]
         return known[dense, any_end]
 
-    def _count(self, a: Piece, a_hi: bool, b: Piece, b_hi: bool, most: int) -> tuple[int, int]:
+    def _count(self, a: TileRange, a_hi: bool, b: TileRange, b_hi: bool, most: int) -> tuple[int, int]:
         """How many tiles of ``a`` to swap for tiles of ``b`` without moving more than ``most`` pairs, and the pairs."""
         f, low, high = self.below, 1, min(a.size, b.size)
 
@@ -127,7 +127,7 @@ class Level:
             low, high = (n, high) if gain(n) <= most else (low, n)
         return low, gain(low)
 
-    def _rows(self, giver: int, taker: int, piece: Piece, at_hi: bool, count: int) -> int:
+    def _rows(self, giver: int, taker: int, piece: TileRange, at_hi: bool, count: int) -> int:
         """How many more rows, in tiles, both ranks need once ``count`` tiles of ``piece`` have moved."""
         at_depth = at_hi != piece.of.dense_first  # whether the tiles are those furthest from the sparse end
         left = 0 if count == piece.size else piece.depth - count if at_depth else piece.depth
@@ -138,10 +138,10 @@ class Level:
         before = others[0].depth if others else 0
         return after - own[0].depth + max(moved, before) - before
 
-    def _by_component(self, rank: int) -> dict[Component, list[Piece]]:
+    def _by_component(self, rank: int) -> dict[Component, list[TileRange]]:
         """The rank's pieces of each component, the deepest first."""
         if rank not in self._known:
-            found = defaultdict[Component, list[Piece]](list)
+            found = defaultdict[Component, list[TileRange]](list)
             for piece in self.ranks[rank]:
                 found[piece.of].append(piece)
             self._known[rank] = {c: sorted(pieces, key=lambda p: -p.depth) for c, pieces in found.items()}

@@ -17,7 +17,7 @@ from ..sharding.spec import AttentionSpec
 from .call import AttentionCall
 
 Shapes = tuple[Sequence[int], Sequence[int], Sequence[int]]  # of q [b, s, h, d], k [b, s, n, d] and v [b, s, n, e]
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, and dsinks [h] or None
+AttentionGradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, and dsinks [h] or None
 
 
 class Algorithm:
@@ -35,7 +35,7 @@ class Algorithm:
 
     def backward(
         self, call: AttentionCall, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None, shapes: Shapes
-    ) -> Gradients:
+    ) -> AttentionGradients:
         """The gradients of ``forward``, of any floating dtype; ``dsinks`` is this rank's part of a sum.
 
         Every rank of the call runs it. ``dout [b, s, h, e]`` is contiguous. ``dlse [b, h, s]`` is None if this rank has

@@ -12,7 +12,7 @@ from ..kernels.base import accumulator
 from ..placement.heads import Heads
 from ..placement.placement import Placement
 from ..sharding.spec import AttentionSpec
-from .algorithm import Algorithm, Gradients, Shapes
+from .algorithm import Algorithm, AttentionGradients, Shapes
 from .call import AttentionCall, Run
 from .head_exchange import MAX_CHUNKS, HeadExchange, head_exchange, head_exchange_of
 from .ring import ring_backward, ring_forward
@@ -29,7 +29,7 @@ class Ring(Algorithm):
 
     def backward(
         self, call: AttentionCall, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None, shapes: Shapes
-    ) -> Gradients:
+    ) -> AttentionGradients:
         q, k, v, out, lse = saved
         return ring_backward(
             Run(call, call.heads, q, k, v, lse_gradient=dlse is not None), dout, dlse, q, k, v, out, lse
@@ -50,7 +50,7 @@ class AllToAll(Algorithm):
 
     def backward(
         self, call: AttentionCall, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None, shapes: Shapes
-    ) -> Gradients:
+    ) -> AttentionGradients:
         exchange = _exchange(call, shapes[0], dout.device)
         if call.spec.return_lse:
             dlse = exchange.lse_gradient_to_heads(dout, dlse)

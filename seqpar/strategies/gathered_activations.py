@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from .operators import attention_gradients, compute, new_call
-from .sequence_chunks import Piece, SequenceChunks
+from .sequence_chunks import RowPiece, SequenceChunks
 from .tensor_sequence import all_gather_linear_backward, project
 
 Gather = Literal["kv", "activations"]
@@ -63,7 +63,7 @@ class GatheredAttention(torch.autograd.Function):
         v_weight: Tensor,
         sinks: Tensor | None,
         seed: Tensor | None,
-        x_chunks: Iterator[Iterator[Piece]],
+        x_chunks: Iterator[Iterator[RowPiece]],
         chunks: SequenceChunks,
         finish: FinishKeys,
         where: tuple[Any, ...],

@@ -26,10 +26,10 @@ from ..comm.p2p import Link, links_of, new_message, sends_messages
 from ..comm.waiting import Pending
 from ..kernels.base import accumulator
 from ..placement.heads import Heads
-from ..placement.layout import Piece, TokenLayout, split_range
+from ..placement.layout import TokenLayout, TokenSlices, split_range
 from ..placement.placement import Placement
 from ..ranks.mesh import rank_in
-from .head_messages import HeadSlices, Part, pack, row_widths, split_heads, unpack
+from .head_messages import HeadSlices, ShardHeads, pack, row_widths, split_heads, unpack
 
 # The largest number of chunks in which the heads of a rank are exchanged. 1 turns the overlap off.
 MAX_CHUNKS = 8
@@ -81,7 +81,7 @@ class HeadChunk:
         """For each rank, the indices of its KV heads in a sequence shard ``[b, s, n, d]``."""
         return HeadSlices([heads.kv_range(within=self.tensor_heads) for heads in self.by_rank])
 
-    def parts(self, x: Tensor, *kv: Tensor) -> list[Part]:
+    def parts(self, x: Tensor, *kv: Tensor) -> list[ShardHeads]:
         """What is sent of ``x [b, s, h, d]`` and of ``kv [b, s, n, d]``."""
         return [(x, self.query_slices), *((y, self.kv_slices) for y in kv if self.has_kv)]
 
@@ -140,7 +140,7 @@ class HeadExchange:
         return self.lengths[self.rank]
 
     @cached_property
-    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+    def pieces(self) -> tuple[tuple[TokenSlices, ...], ...]:
         """For each rank, the pieces of its tokens, and where these are in a head shard."""
         return self.placement.tokens.ulysses_pieces(self.placement.ring_rank)
 
@@ -263,14 +263,14 @@ class HeadExchange:
 
         return Incoming(pending, sequence_shards)
 
-    def _sent(self, parts: list[Part]) -> list[Part]:
+    def _sent(self, parts: list[ShardHeads]) -> list[ShardHeads]:
         """The parts with what is sent. In shared memory, a rank's own heads of its own tokens are copied to their place
         instead."""
         if self.link is None or self.link.memory is None or not sends_messages():
             return parts
         return [(x, slices.without(self.rank)) for x, slices in parts]
 
-    def _own(self, parts: Sequence[Part], shards: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _own(self, parts: Sequence[ShardHeads], shards: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """This rank's heads of its own tokens: views in sequence shards, and in head shards ``[t, b, h, d]``."""
         for (x, slices), shard in zip(parts, shards, strict=True):
             local = slices.of(x, range(self.rank, self.rank + 1))[0]

@@ -45,15 +45,16 @@ class HeadSlices:
         return x.as_strided(size, (self._step * head, seq, batch, head, dim), x.storage_offset() + heads.start * head)
 
 
-Part = tuple[Tensor, HeadSlices]  # a sequence shard [b, s, h, d], and which of its heads each rank sends or receives
+# A sequence shard [b, s, h, d], and which of its heads each rank sends or receives.
+ShardHeads = tuple[Tensor, HeadSlices]
 
 
-def row_widths(parts: Sequence[Part]) -> list[int]:
+def row_widths(parts: Sequence[ShardHeads]) -> list[int]:
     """For each rank, the elements of one token in its heads of all parts."""
     return [sum(slices.counts[i] * x.shape[3] for x, slices in parts) for i in range(len(parts[0][1].counts))]
 
 
-def pack(parts: Sequence[Part], messages: Tensor) -> None:
+def pack(parts: Sequence[ShardHeads], messages: Tensor) -> None:
     """Write the message ``[s, b, w]`` to each rank, one after another, into ``messages [elements]``."""
     (batch, tokens), widths = parts[0][0].shape[:2], row_widths(parts)
     ranks, start = range(len(widths)), 0
@@ -68,7 +69,7 @@ def pack(parts: Sequence[Part], messages: Tensor) -> None:
             heads.copy_(slices.of(x, group))
 
 
-def unpack(parts: Sequence[Part], messages: Sequence[Tensor]) -> None:
+def unpack(parts: Sequence[ShardHeads], messages: Sequence[Tensor]) -> None:
     """Write the message ``[s, b, w]`` of each rank into the parts. A head that two ranks have is added to its part."""
     batch, tokens = parts[0][0].shape[:2]
     by_rank = [

@@ -140,7 +140,7 @@ def compute(
             call.raise_error()
 
 
-class _Attention(torch.autograd.Function):
+class _DifferentiableAttention(torch.autograd.Function):
     """``attention`` in eager code, with and without gradients. Differentiable once: the backward communicates.
 
     In compiled code, and where a dispatch mode must see one operator, it calls the operators instead of computing.
@@ -247,7 +247,7 @@ def _fake_attention(*args: Any) -> list[Tensor]:
     return results
 
 
-@operator(fake=_fake_attention, autograd=_Attention.apply, computes=True)
+@operator(fake=_fake_attention, autograd=_DifferentiableAttention.apply, computes=True)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -239,7 +239,7 @@ def halo_plan(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int
 
 
 @dataclass(frozen=True)
-class Groups:
+class EqualRuns:
     """Runs of tokens, each inside one document, in groups of equal length.
 
     Attributes:
@@ -257,7 +257,7 @@ class Groups:
         return self.inverse.nbytes + sum(x.nbytes for x in self.index) + 200 * (len(self.runs) + 1)
 
 
-def _group(firsts: Sequence[Tensor], length: int, batch: int, device: torch.device, apart: set[Any]) -> Groups:
+def _group(firsts: Sequence[Tensor], length: int, batch: int, device: torch.device, apart: set[Any]) -> EqualRuns:
     """Groups of the runs that begin at the tokens ``firsts`` of each batch row, or of all of them.
 
     Runs in ``apart``, as (batch row, first token), are in other groups than the rest.
@@ -276,17 +276,17 @@ def _group(firsts: Sequence[Tensor], length: int, batch: int, device: torch.devi
         index.append(start[:, None] + torch.arange(tokens, device="cpu"))
     order = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(x.flatten() for x in index)])
     runs = tuple(run for each in by_length.values() for run in each)
-    return Groups(tuple(upload(x, device) for x in index), runs, upload(order.argsort(), device))
+    return EqualRuns(tuple(upload(x, device) for x in index), runs, upload(order.argsort(), device))
 
 
-def document_groups(tokens: TokenLayout, mask: Mask, batch: int, device: torch.device) -> Groups | None:
+def document_groups(tokens: TokenLayout, mask: Mask, batch: int, device: torch.device) -> EqualRuns | None:
     """The documents of the whole sequence; None if it is one document."""
     length = tokens.seq_len
 
-    def make() -> Groups:
+    def make() -> EqualRuns:
         starts = [x[x < length] for x in _document_starts(mask)]
         if not length or (len(starts) == 1 and len(starts[0]) == 1):
-            return Groups((), (), torch.empty(0, dtype=torch.int64, device=device))
+            return EqualRuns((), (), torch.empty(0, dtype=torch.int64, device=device))
         return _group(starts, length, batch, device, set())
 
     groups = _cached("documents", mask, (length, batch), device, make)
@@ -308,7 +308,7 @@ class StatePlan:
             is before them.
     """
 
-    groups: Groups
+    groups: EqualRuns
     last: Tensor
     rows: RowPlan
     steps: tuple[int, ...]

@@ -38,7 +38,7 @@ _MIN_MESSAGE_BYTES = {"cpu": 0, "cuda": 16 << 20}
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class SequenceRows:
     """Increasing rows of the full sequence."""
 
     start: int  # the first row
@@ -60,15 +60,15 @@ class Rows:
 
 
 # ``(rows, x)``: some tokens ``x [b, rows, ...]``, and their rows in the full sequence.
-Piece = tuple[Rows, Tensor]
+RowPiece = tuple[SequenceRows, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkRows:
     """Which rows of the full sequence each rank holds. Made once for a sharding and a device."""
 
-    chunks: tuple[Rows, ...]  # by rank
-    pieces: tuple[tuple[Rows, ...], ...]  # by rank: the pieces in which its chunk is sent
+    chunks: tuple[SequenceRows, ...]  # by rank
+    pieces: tuple[tuple[SequenceRows, ...], ...]  # by rank: the pieces in which its chunk is sent
     order: Tensor | None  # the rows of all ranks, one rank after another, int64 [t]; None if they are 0 to t - 1
 
     @property
@@ -89,13 +89,13 @@ def rows_of_sharding(tokens: TokenLayout, rank: int, device: torch.device) -> Ch
         full, by_rank = tokens.tensor_positions(rank)
         order = torch.cat(tokens.tensor_rows(rank, device))
 
-        def rows_at(span: range) -> Rows:
+        def rows_at(span: range) -> SequenceRows:
             if not len(span):
-                return Rows(0, 0)
+                return SequenceRows(0, 0)
             first, last = (full.count_below(position_at(i)) for i in (span.start, span.stop - 1))
             if last - first + 1 == len(span):
-                return Rows(first, len(span))
-            return Rows(first, len(span), order.narrow(0, span.start, len(span)))
+                return SequenceRows(first, len(span))
+            return SequenceRows(first, len(span), order.narrow(0, span.start, len(span)))
 
         def position_at(index: int) -> int:
             """The position of a token, counted through the ranks' tokens one rank after another."""
@@ -117,7 +117,7 @@ def rows_of_sharding(tokens: TokenLayout, rank: int, device: torch.device) -> Ch
 @lru_cache(maxsize=8)
 def rows_in_rank_order(lengths: tuple[int, ...]) -> ChunkRows:
     """The rows of ranks that hold ``lengths`` tokens, where the full sequence is one rank's tokens after another's."""
-    return _cut(lengths, lambda span: Rows(span.start, len(span)), None)
+    return _cut(lengths, lambda span: SequenceRows(span.start, len(span)), None)
 
 
 def pieces_of_chunk(ranks: int) -> int:
@@ -125,7 +125,7 @@ def pieces_of_chunk(ranks: int) -> int:
     return max(1, _PIECES // ranks)
 
 
-def _cut(lengths: Sequence[int], rows_at: Callable[[range], Rows], order: Tensor | None) -> ChunkRows:
+def _cut(lengths: Sequence[int], rows_at: Callable[[range], SequenceRows], order: Tensor | None) -> ChunkRows:
     """The rows of chunks of ``lengths`` tokens. ``rows_at`` takes tokens, counted through the chunks of all ranks."""
     chunks, pieces = [], []
     parts = pieces_of_chunk(len(lengths))
@@ -174,7 +174,7 @@ class SequenceChunks:
             return self.overlap
         return "ring" if self._fills_messages(x, width, 1) else "none"
 
-    def pieces(self, x: Tensor, width: int) -> Sequence[Sequence[Rows]]:
+    def pieces(self, x: Tensor, width: int) -> Sequence[Sequence[SequenceRows]]:
         """By rank: the rows of each message of its chunk, for tokens of ``width`` elements like those in ``x``."""
         split = self._fills_messages(x, width, pieces_of_chunk(len(self.rows.chunks)))
         return self.rows.pieces if split else [(rows,) for rows in self.rows.chunks]
@@ -216,16 +216,16 @@ class SequenceChunks:
                 count_sent(size * sends.element_size(), self.group, peer)
         return received.sum(0, dtype=sum_dtype(full)).to(full.dtype).view(own_chunk.shape)
 
-    def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[Piece]]:
+    def receive_chunks(self, chunk: Tensor) -> Iterator[Iterator[RowPiece]]:
         """Every rank's chunk, piece by piece, this rank's first. While the caller uses one chunk, the next is received.
 
         The call starts the first transfers.
         """
         link = connect(self.group, chunk.device)
-        local: Iterator[Piece] = iter([(self.rows.chunks[self.rank], chunk)])
+        local: Iterator[RowPiece] = iter([(self.rows.chunks[self.rank], chunk)])
         incoming = self._start_step(chunk, 1, link) if self.size > 1 else None
 
-        def chunks() -> Iterator[Iterator[Piece]]:
+        def chunks() -> Iterator[Iterator[RowPiece]]:
             nonlocal incoming
             yield local
             for step in range(2, self.size):
@@ -237,14 +237,14 @@ class SequenceChunks:
 
         return chunks()
 
-    def cut_chunks(self, full: Tensor) -> Iterator[Iterator[Piece]]:
+    def cut_chunks(self, full: Tensor) -> Iterator[Iterator[RowPiece]]:
         """The same chunks and pieces as ``receive_chunks``, from the full sequence ``[b, t, ...]``."""
         for step in range(self.size):
             source = (self.rank - step) % self.size
             pieces = (self.rows.chunks[source],) if step == 0 else self.pieces(full, full.shape[2])[source]
             yield ((rows, rows.take(full)) for rows in pieces)
 
-    def _start_step(self, chunk: Tensor, step: int, link: Link | None) -> Iterator[Piece]:
+    def _start_step(self, chunk: Tensor, step: int, link: Link | None) -> Iterator[RowPiece]:
         """Start receiving the chunk of rank ``rank - step``, and sending ``chunk`` to rank ``rank + step``.
 
         The returned iterator waits for one piece at a time.
@@ -252,13 +252,13 @@ class SequenceChunks:
         source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
         pieces = self.pieces(chunk, chunk.shape[2])
         local_pieces = chunk.split([rows.length for rows in pieces[self.rank]], 1)
-        messages: list[tuple[Rows, Tensor, Pending]] = []
+        messages: list[tuple[SequenceRows, Tensor, Pending]] = []
         for rows, piece in zip(pieces[source], local_pieces, strict=True):
             recv_buffer = chunk.new_empty(chunk.shape[0], rows.length, *chunk.shape[2:])
             pending = exchange([(target, piece.contiguous())], [(source, recv_buffer)], link)
             messages.append((rows, recv_buffer, pending))
 
-        def wait_in_turn() -> Iterator[Piece]:
+        def wait_in_turn() -> Iterator[RowPiece]:
             for rows, recv_buffer, pending in messages:
                 pending.wait()
                 yield rows, recv_buffer
@@ -282,7 +282,7 @@ class PartialSums:
         self._received: list[list[Tensor]] = []
         self._local: Tensor | None = None
 
-    def add(self, step: int, partial_output: Callable[[Rows], Tensor]) -> None:
+    def add(self, step: int, partial_output: Callable[[SequenceRows], Tensor]) -> None:
         """Compute ``partial_output(rows)`` for the tokens of rank ``rank + step``, and send it to that rank.
 
         All ranks must call this with the same steps in the same order. Step 0 is this rank's own tokens, which are not

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .gemm import add_weight_gradient, join, matmul_float32, sum_dtype
-from .sequence_chunks import PartialSums, Piece, Rows, SequenceChunks
+from .sequence_chunks import PartialSums, RowPiece, SequenceChunks, SequenceRows
 
 
 def all_gather_linear(x: Tensor, weights: Sequence[Tensor], chunks: SequenceChunks) -> list[Tensor]:
@@ -48,7 +48,7 @@ def all_gather_linear(x: Tensor, weights: Sequence[Tensor], chunks: SequenceChun
 
 
 def project(
-    x_chunks: Iterator[Iterator[Piece]],
+    x_chunks: Iterator[Iterator[RowPiece]],
     x: Tensor,
     weights: Sequence[Tensor],
     chunks: SequenceChunks,
@@ -82,11 +82,11 @@ def all_gather_linear_backward(
     # The weights are joined, so that dx is rounded once, after the sum over them. The larger douts are joined by rows.
     weight = join(weights) if need_x else x.new_empty(0)  # [out, in]
 
-    def partial_dx(rows: Rows) -> Tensor:
+    def partial_dx(rows: SequenceRows) -> Tensor:
         dout = join([rows.take(dout) for dout in douts], -1)  # [b, rows, out]
         return matmul_float32(dout, weight) if chunks.float32_gradients else dout @ weight
 
-    x_chunks: Iterator[Iterator[Piece]] = repeat(iter(()), chunks.size)
+    x_chunks: Iterator[Iterator[RowPiece]] = repeat(iter(()), chunks.size)
     if any(need_weights):
         x_chunks = chunks.receive_chunks(x) if full is None else chunks.cut_chunks(full)
     dx = PartialSums(chunks, x, x.shape[2])

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from seqpar.cli import doctor, measure
 from seqpar.cli.doctor import Check, RankReport, compare
-from seqpar.cli.measure import Link, measure_links
+from seqpar.cli.measure import MeasuredLink, measure_links
 from seqpar.comm import nccl
 
 from ..pool import Pool, on_ranks
@@ -27,7 +27,9 @@ from .command import exit_code
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 RIGHT = Check("ring", "causal", 1e-7, 1e-5)
-REPORT = RankReport(2, 1, "gloo", "cpu", [Link("p2p", 1024, 1e-5, 1e8), Link("all-to-all", 1024, 2e-5, 5e7)], [RIGHT])
+REPORT = RankReport(
+    2, 1, "gloo", "cpu", [MeasuredLink("p2p", 1024, 1e-5, 1e8), MeasuredLink("all-to-all", 1024, 2e-5, 5e7)], [RIGHT]
+)
 
 
 @on_ranks
@@ -66,7 +68,7 @@ def test_a_wrong_strategy_is_found(pool: Pool) -> None:
 
 
 @on_ranks
-def _links(group: ProcessGroup) -> list[Link]:
+def _links(group: ProcessGroup) -> list[MeasuredLink]:
     patch = pytest.MonkeyPatch()
     patch.setattr(measure, "_SIZES", (8, 4096))
     try:

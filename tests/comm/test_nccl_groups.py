@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seqpar import Mask
 from seqpar.comm import p2p
-from seqpar.comm.waiting import Message, Pending
+from seqpar.comm.waiting import PeerTensor, Pending
 from seqpar.kernels.base import Score
 from seqpar.placement.heads import Heads
 from seqpar.placement.layout import LAYOUTS, Layout, TokenLayout
@@ -34,7 +34,7 @@ def messages_of(plan: AttentionPlan, fails_after: int | None = None) -> list[Gro
     """
     groups: list[Group] = []
 
-    def record(sends: Sequence[Message], receives: Sequence[Message], link: p2p.Link) -> Pending:
+    def record(sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], link: p2p.Link) -> Pending:
         ranks: Any = link.ranks
         operations = [Operation(True, ranks[peer]) for peer, _ in sends]
         groups.append(operations + [Operation(False, ranks[peer]) for peer, _ in receives])

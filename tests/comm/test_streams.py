@@ -98,7 +98,7 @@ def attend(
         )
         context.save_for_backward = lambda *tensors: setattr(context, "saved_tensors", tensors)
         contexts.append(context)
-        return operators._Attention.forward(context, *args)
+        return operators._DifferentiableAttention.forward(context, *args)
 
     with (
         mock.patch.object(operators, "attention", forward),
@@ -118,7 +118,7 @@ def attend(
             context = contexts.pop()
             if restored:
                 context.saved_tensors = tuple(None if x is None else x.clone() for x in context.saved_tensors)
-            gradients = operators._Attention.backward(context, dout, None)
+            gradients = operators._DifferentiableAttention.backward(context, dout, None)
             del context
             simulator.run("weight gradients", [x for x in gradients if x is not None], [torch.empty_like(out)])
 

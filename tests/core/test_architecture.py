@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -124,3 +125,24 @@ def test_no_module_bears_the_name_of_a_function_beside_it() -> None:
         submodules = {other.rpartition(".")[2] for other in modules() if other.rpartition(".")[0] == name}
         clashes += [f"{name}.{clash}" for clash in defined & submodules]
     assert not clashes, clashes
+
+
+# Public names of two rooms, each imported under its room's own name.
+_TWO_PUBLIC_CLASSES = {"Memory", "Plan"}
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """No two modules define a class of the same name, or an alias of the same name for another type."""
+    meanings: dict[str, dict[str, str]] = {}  # by the name of a class or an alias, the modules that define each meaning
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                meanings.setdefault(node.name, {})[module] = module
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if isinstance(target, ast.Name) and re.match("_?[A-Z].*[a-z]", target.id):
+                    meanings.setdefault(target.id, {})[ast.unparse(node.value)] = module
+    clashes = {name: sorted(of.values()) for name, of in meanings.items() if len(of) > 1}
+    for name in _TWO_PUBLIC_CLASSES:
+        del clashes[name]
+    assert not clashes, f"a reader takes one for the other; give each a name that says what it holds: {clashes}"

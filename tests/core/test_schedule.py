@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Mask
-from seqpar.kernels.tiles import Kind, decompose
+from seqpar.kernels.tiles import TileKind, decompose
 from seqpar.placement.heads import Heads, kv_index
 from seqpar.placement.layout import CPU, LayoutName, TokenLayout
 from seqpar.placement.placement import Placement
@@ -302,9 +302,9 @@ def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> N
     covered = torch.zeros_like(seen, dtype=torch.int64)
     for tile in decompose(lo, hi):
         q, k = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-        if tile.kind is Kind.FULL:
+        if tile.kind is TileKind.FULL:
             covered[q, k] += 1
-        elif tile.kind is Kind.CAUSAL:
+        elif tile.kind is TileKind.CAUSAL:
             assert tile.q1 - tile.q0 == tile.k1 - tile.k0
             covered[q, k] += torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0).tril().long()
         else:
@@ -321,7 +321,7 @@ def test_a_short_causal_square_is_cut(size: int, calls: int) -> None:
     covered = torch.zeros(size, size + 3)
     for tile in found:
         ones = torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0)
-        covered[tile.q0 : tile.q1, tile.k0 : tile.k1] += ones.tril() if tile.kind is Kind.CAUSAL else ones
+        covered[tile.q0 : tile.q1, tile.k0 : tile.k1] += ones.tril() if tile.kind is TileKind.CAUSAL else ones
     assert len(found) == calls
     assert torch.equal(covered[:, 3:], (keys <= keys[:, None]).float()) and not covered[:, :3].any()
 
@@ -331,4 +331,4 @@ def test_a_causal_shard_is_one_causal_tile() -> None:
     intervals = AttentionPlan(Mask.causal(), TokenLayout(4096, "zigzag", ring=2), 0).intervals(0, CPU)
     assert intervals is not None
     (tile,) = decompose(intervals.lo[0], intervals.hi[0])
-    assert tile.kind is Kind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)
+    assert tile.kind is TileKind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)

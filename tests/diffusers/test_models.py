@@ -68,7 +68,7 @@ def broken(what: str | None) -> Iterator[None]:
         if what == "local attention":
             patches.setattr(call, "sdpa", lambda q, k, v, *args, **kwargs: F.scaled_dot_product_attention(q, k, v))
         elif what == "no mask":
-            patches.setattr(call.Call, "mask", lambda _, streams, masked: (Mask.full(), streams))
+            patches.setattr(call.ModelCall, "mask", lambda _, streams, masked: (Mask.full(), streams))
         elif what == "streams in another order":
 
             def reverse(model: nn.Module) -> Plan:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.batch import Cut, documents_from_positions, shard_for_rank, token_ranges
+from seqpar.hf.batch import BatchCut, documents_from_positions, shard_for_rank, token_ranges
 from seqpar.placement.layout import Layout, shard_positions
 
 from ..pool import Pool, on_ranks
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 def unsharded(name: str, batch: dict[str, Any], ranks: int, layout: Layout, **options: Any) -> Tensor:
     """One tensor of the full batch, unsharded from the parts of all ranks."""
-    parts = [shard_for_rank(batch, Cut(ranks, layout), rank, **options)[name] for rank in range(ranks)]
+    parts = [shard_for_rank(batch, BatchCut(ranks, layout), rank, **options)[name] for rank in range(ranks)]
     order = torch.cat([shard_positions(batch["input_ids"].shape[1], ranks, r, layout) for r in range(ranks)])
     return torch.cat(parts, 1)[:, order.argsort()]
 
@@ -45,7 +45,7 @@ def test_parts_of_a_batch(ranks: int, layout: Layout) -> None:
     assert torch.equal(unsharded("labels", batch, ranks, layout), shifted)
     assert torch.equal(unsharded("labels", batch, ranks, layout, shift_labels=False), batch["labels"])
     assert torch.equal(unsharded("position_ids", batch, ranks, layout), torch.arange(23).expand(2, -1))
-    local = shard_for_rank(batch, Cut(ranks, layout), 0)
+    local = shard_for_rank(batch, BatchCut(ranks, layout), 0)
     assert torch.equal(local["extra"], batch["extra"])
     assert local["seqpar"].num_items == int((shifted != -100).sum())
     given = {"input_ids": batch["input_ids"], "shift_labels": batch["labels"]}
@@ -54,7 +54,7 @@ def test_parts_of_a_batch(ranks: int, layout: Layout) -> None:
 
 def test_documents_from_positions_and_boundaries() -> None:
     batch = make_batch("packed", 40)
-    from_positions = shard_for_rank(batch, Cut(1, "zigzag"), 0)
+    from_positions = shard_for_rank(batch, BatchCut(1, "zigzag"), 0)
     assert from_positions["seqpar"].mask == seqpar.Mask.documents([0, 11, 12, 31, 40], causal=False)
     edges = torch.tensor([0, 11, 12, 31, 40], dtype=torch.int32)
     flash = {
@@ -65,14 +65,16 @@ def test_documents_from_positions_and_boundaries() -> None:
         "max_length_k": 19,
         "seq_idx": torch.bucketize(torch.arange(40), edges[1:-1], right=True)[None],
     }
-    from_boundaries = shard_for_rank(flash, Cut(1, "zigzag"), 0)
+    from_boundaries = shard_for_rank(flash, BatchCut(1, "zigzag"), 0)
     assert from_boundaries["seqpar"].mask == from_positions["seqpar"].mask
     assert torch.equal(from_boundaries["position_ids"], batch["position_ids"])
     assert set(from_boundaries) == {"input_ids", "position_ids", "seqpar"}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seq_lens"):
-        alone = shard_for_rank({"input_ids": batch["input_ids"], name: edges, "cu_seqlens": None}, Cut(1, "zigzag"), 0)
+        alone = shard_for_rank(
+            {"input_ids": batch["input_ids"], name: edges, "cu_seqlens": None}, BatchCut(1, "zigzag"), 0
+        )
         assert alone["seqpar"].mask == from_positions["seqpar"].mask
-    open_end = shard_for_rank({"input_ids": batch["input_ids"], "cu_seqlens": [0, 11, 31]}, Cut(1, "zigzag"), 0)
+    open_end = shard_for_rank({"input_ids": batch["input_ids"], "cu_seqlens": [0, 11, 31]}, BatchCut(1, "zigzag"), 0)
     lo, hi = open_end["seqpar"].mask.intervals(torch.arange(40))
     assert torch.equal(hi[31:], lo[31:])  # past the last boundary there is padding
     for shard in (from_positions, from_boundaries, open_end):
@@ -104,23 +106,25 @@ def test_arguments_that_carry_documents(given: dict[str, Any], message: str | No
     given = {name: x.expand(2, -1) if name == "attention_mask" else x for name, x in given.items()}
     batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), **given}
     if message is None:
-        local = shard_for_rank(batch, Cut(1, "zigzag"), 0)
+        local = shard_for_rank(batch, BatchCut(1, "zigzag"), 0)
         assert set(local) == {"input_ids", "position_ids", "seqpar"}
     else:
         with pytest.raises(ValueError, match=message):
-            shard_for_rank(batch, Cut(1, "zigzag"), 0)
+            shard_for_rank(batch, BatchCut(1, "zigzag"), 0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding(side: str) -> None:
     batch = make_batch(side, 30)
     real = batch["attention_mask"].bool()
-    mask = (shard_for_rank(batch, Cut(1, "zigzag"), 0)["seqpar"].mask & seqpar.Mask.causal()).dense(30)
+    mask = (shard_for_rank(batch, BatchCut(1, "zigzag"), 0)["seqpar"].mask & seqpar.Mask.causal()).dense(30)
     causal = torch.ones(30, 30, dtype=torch.bool).tril()
     assert torch.equal(mask, real[:, :, None] & real[:, None, :] & causal)
-    windowed = (shard_for_rank(batch, Cut(1, "zigzag"), 0)["seqpar"].mask & seqpar.Mask.sliding_window(4)).dense(30)
+    windowed = (shard_for_rank(batch, BatchCut(1, "zigzag"), 0)["seqpar"].mask & seqpar.Mask.sliding_window(4)).dense(
+        30
+    )
     assert torch.equal(windowed, mask & causal.triu(-4))
-    parts = [shard_for_rank(batch, Cut(4, "striped"), rank) for rank in range(4)]
+    parts = [shard_for_rank(batch, BatchCut(4, "striped"), rank) for rank in range(4)]
     valid = torch.stack([part["seqpar"].valid[:, :7] for part in parts], 2).flatten(1)
     assert torch.equal(valid, real[:, :28])
 
@@ -132,7 +136,7 @@ def test_padded_documents() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 0, 0]])
     assert documents_from_positions(ids, token_ranges(mask)) == [(0, 5, 8), (0, 2, 8)]
     batch = {"input_ids": ids, "position_ids": ids, "attention_mask": mask}
-    dense = shard_for_rank(batch, Cut(1, "zigzag"), 0)["seqpar"].mask.dense(8)
+    dense = shard_for_rank(batch, BatchCut(1, "zigzag"), 0)["seqpar"].mask.dense(8)
     expected = torch.zeros(2, 8, 8, dtype=torch.bool)
     for row, a, b in ((0, 2, 5), (0, 5, 7), (1, 0, 2), (1, 2, 6)):
         expected[row, a:b, a:b] = True
@@ -159,10 +163,12 @@ def test_documents_start_where_ids_restart(ids: list[int], boundaries: tuple[int
 def test_mask_of_equal_rows() -> None:
     batch = {"input_ids": torch.ones(4, 12, dtype=torch.long), "attention_mask": torch.ones(4, 12)}
     batch["attention_mask"][:, 9:] = 0
-    assert shard_for_rank(batch, Cut(1, "zigzag"), 0)["seqpar"].mask.batch == 1
+    assert shard_for_rank(batch, BatchCut(1, "zigzag"), 0)["seqpar"].mask.batch == 1
     batch["attention_mask"][1, 7:] = 0
-    assert shard_for_rank(batch, Cut(1, "zigzag"), 0)["seqpar"].mask.batch == 4
-    assert shard_for_rank({"input_ids": batch["input_ids"]}, Cut(1, "zigzag"), 0)["seqpar"].mask == seqpar.Mask.full()
+    assert shard_for_rank(batch, BatchCut(1, "zigzag"), 0)["seqpar"].mask.batch == 4
+    assert (
+        shard_for_rank({"input_ids": batch["input_ids"]}, BatchCut(1, "zigzag"), 0)["seqpar"].mask == seqpar.Mask.full()
+    )
 
 
 @on_ranks
@@ -258,7 +264,7 @@ def test_shard_batch_with_a_sharding(pool: Pool) -> None:
 
 def test_micro_batches_of_a_pipeline() -> None:
     """torch's schedules split the shard with the tensors. Each micro-batch has the mask and labels of its rows."""
-    local = shard_for_rank(make_batch("right", 30, rows=4), Cut(2, "zigzag"), 1)
+    local = shard_for_rank(make_batch("right", 30, rows=4), BatchCut(2, "zigzag"), 1)
     shard = local["seqpar"]
     parts = split_args_kwargs_into_chunks((), {"seqpar": shard, "position_ids": local["position_ids"]}, 2)[1]
     for i, part in enumerate(kwargs["seqpar"] for kwargs in parts):

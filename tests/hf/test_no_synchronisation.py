@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.batch import Cut, shard_for_rank
+from seqpar.hf.batch import BatchCut, shard_for_rank
 from seqpar.hf.calls import forward
 from seqpar.hf.losses import loss as loss_of_ranks
 
@@ -34,7 +34,7 @@ def test_a_model_and_its_loss_read_nothing_back(strategy: str) -> None:
         mesh = seqpar.init_mesh(**sizes, device_type="cpu")
         ids = torch.arange(131)[None]
         batch = {"input_ids": ids % 64, "labels": ids % 64, "position_ids": ids % 50}  # documents of 50 tokens
-        local = shard_for_rank(batch, Cut(8, "zigzag"), dist.get_rank())
+        local = shard_for_rank(batch, BatchCut(8, "zigzag"), dist.get_rank())
         # Fake tensors have no subclasses for missing logits and for reduced losses.
         unread = mock.patch.multiple(forward, check_loss=mock.DEFAULT, MissingLogits=mock.DEFAULT)
         unmarked = mock.patch.object(loss_of_ranks, "_note", lambda loss, _: loss)

@@ -33,7 +33,7 @@ from transformers.masking_utils import (
 
 import seqpar
 import seqpar.hf
-from seqpar.hf.batch import Cut, shard_for_rank
+from seqpar.hf.batch import BatchCut, shard_for_rank
 from seqpar.hf.calls.attention import no_mask
 from seqpar.ranks.rendezvous import missing_message
 
@@ -423,7 +423,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "layout='zig': did you mean 'zigzag'",
     ),
     "short rows": (
-        lambda: shard_for_rank({"input_ids": ONES}, Cut(9, "zigzag"), 0),
+        lambda: shard_for_rank({"input_ids": ONES}, BatchCut(9, "zigzag"), 0),
         "rows of 8 tokens cannot be sharded over 9 ranks",
     ),
 }  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqpar.kernels.bands import Abilities, Call, cut
+from seqpar.kernels.bands import Abilities, KernelCall, cut
 from seqpar.kernels.block_lists import _ranges, block_lists, longest_lists, too_long
 from seqpar.placement.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import attention_plan
@@ -33,7 +33,7 @@ def seen_by(intervals: KeyIntervals, k_len: int) -> Tensor:
     return (keys >= intervals.lo[..., None]) & (keys < intervals.hi[..., None])
 
 
-def covered(calls: list[Call], batch: int, q_len: int, k_len: int) -> Tensor:
+def covered(calls: list[KernelCall], batch: int, q_len: int, k_len: int) -> Tensor:
     """How many calls compute each pair of a query and a key, int ``[b, q, k]``."""
     times = torch.zeros(batch, q_len, k_len, dtype=torch.int64)
     flat = torch.zeros(batch * q_len, batch * k_len, dtype=torch.int64)
@@ -114,7 +114,9 @@ def test_any_increasing_intervals() -> None:
             assert torch.equal(covered(calls, 1, q_len, k_len), seen_by(intervals, k_len).long())
 
 
-def calls_of(rules: tuple[Rule, ...], seq_len: int, layout: str = "contiguous", ranks: int = 1) -> list[list[Call]]:
+def calls_of(
+    rules: tuple[Rule, ...], seq_len: int, layout: str = "contiguous", ranks: int = 1
+) -> list[list[KernelCall]]:
     """By rank and step, without the steps that have no keys."""
     found = []
     for rank in range(ranks):
@@ -129,9 +131,9 @@ def calls_of(rules: tuple[Rule, ...], seq_len: int, layout: str = "contiguous", 
 
 def test_common_masks_are_one_call_or_two() -> None:
     causal, window = (Rule("causal"),), (Rule("sliding_window", (63, 0)),)
-    assert calls_of(causal, 256) == [[Call(0, 256, 0, 256, -1, 0)]]
-    assert calls_of((Rule("full"),), 256) == [[Call(0, 256, 0, 256, -1, -1)]]
-    assert calls_of(window, 256) == [[Call(0, 256, 0, 256, 63, 0)]]
+    assert calls_of(causal, 256) == [[KernelCall(0, 256, 0, 256, -1, 0)]]
+    assert calls_of((Rule("full"),), 256) == [[KernelCall(0, 256, 0, 256, -1, -1)]]
+    assert calls_of(window, 256) == [[KernelCall(0, 256, 0, 256, 63, 0)]]
     assert all(len(calls) <= 2 for calls in calls_of(causal, 256, "zigzag", 4))
     assert all(len(calls) == 1 for calls in calls_of(causal, 256, "contiguous", 4))
     assert all(len(calls) <= 2 for calls in calls_of(causal, 256, "striped", 4))

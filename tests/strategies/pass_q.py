@@ -21,7 +21,7 @@ from seqpar.kernels.base import Grads, OutputGrad, accumulator, merge_, row_delt
 from seqpar.placement.placement import Placement
 from seqpar.placement.strategies import STRATEGIES, Strategy
 from seqpar.ranks.mesh import sequence_group
-from seqpar.strategies.algorithm import Algorithm, Gradients, Shapes
+from seqpar.strategies.algorithm import Algorithm, AttentionGradients, Shapes
 from seqpar.strategies.algorithms import ALGORITHMS
 from seqpar.strategies.call import AttentionCall
 from seqpar.strategies.local import Kernel, Seen
@@ -53,7 +53,7 @@ class PassQ(Algorithm):
 
     def backward(
         self, call: AttentionCall, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None, shapes: Shapes
-    ) -> Gradients:
+    ) -> AttentionGradients:
         q, k, v, out, lse = saved
         kernel = call.kernel(q, k, v, lse_gradient=dlse is not None)
         own = OutputGrad(dout, out, lse, row_delta(out, dout, dlse))

@@ -104,7 +104,7 @@ def on_this_rank(patch: Patch, implementation: str | None = None) -> Iterator[No
 _NUMBERS = ("num_items_in_batch", "logits_to_keep")
 
 
-class _Header(NamedTuple):
+class _CallHeader(NamedTuple):
     """A rank's batch, ``rows`` rows of ``seq_len`` tokens."""
 
     arguments: Fingerprint
@@ -118,17 +118,17 @@ class _Header(NamedTuple):
 def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup) -> list[tuple[dict[str, Any], int]]:
     """For each rank the arguments of its call, and the seed of attention dropout for its batch."""
     patch: Patch = model._seqpar
-    prepared: list[_Arguments] = []
+    prepared: list[_RankArguments] = []
 
-    def header() -> _Header:
+    def header() -> _CallHeader:
         if merges(model) and has_more_than_text(kwargs):
             raise ValueError("batch: it has images; with batches='per_rank' only batches of text are supported")
-        prepared.append(_Arguments(kwargs))
+        prepared.append(_RankArguments(kwargs))
         ours = prepared[0]
         # The seed is not drawn, because drawing one would change the random numbers that the trainer draws next.
         seed = (torch.initial_seed() + patch.calls) % 2**62
         training = any(m.training for m in patch.modules)
-        return _Header(ours.fingerprint, torch.is_grad_enabled(), training, ours.rows, ours.seq_len, seed)
+        return _CallHeader(ours.fingerprint, torch.is_grad_enabled(), training, ours.rows, ours.seq_len, seed)
 
     headers = all_gather_header(header, group)
     patch.calls += 1
@@ -146,7 +146,7 @@ def _all_gather_batches(model: Any, kwargs: dict[str, Any], group: ProcessGroup)
     return [(batch, header.seed) for batch, header in zip(batches, headers, strict=True)]
 
 
-class _Arguments:
+class _RankArguments:
     """The arguments of one rank's call: ``tensors`` and plain ``values``, by name.
 
     The ranks' tensors have the same names and dtypes, and the same shapes except for rows and seq. A rank can therefore
@@ -196,7 +196,7 @@ class _Arguments:
         for i, size in enumerate(x.shape):
             yield "rows" if (i, size) == (0, self.rows) else "seq" if (i, size) == (1, self.seq_len) else size
 
-    def shape(self, name: str, header: _Header) -> torch.Size:
+    def shape(self, name: str, header: _CallHeader) -> torch.Size:
         sizes = {"rows": header.rows, "seq": header.seq_len}
         return torch.Size(sizes[d] if isinstance(d, str) else d for d in self.shapes[name])
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ...memory.weights import Weights
+from ...memory.weights import SummedWeights
 from ...patching.replaced import replaced
 from ..batch import IGNORE_INDEX
 from ..inspection.support import pools_last_token, predicts_in_place
@@ -272,7 +272,7 @@ def _log_probs(
         rows, labels = rows[counted], labels[counted]
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * logits.vocabulary))
     # In backward, a wrapper may have given the module other tensors for its weight.
-    project: Callable[..., Tensor] = F.linear if forward is None else partial(Weights(head).call, forward)
+    project: Callable[..., Tensor] = F.linear if forward is None else partial(SummedWeights(head).call, forward)
     weights = (head.weight, head.bias) if forward is None else ()
 
     def score(rows: Tensor, wanted: Tensor, *weights: Any) -> Tensor:

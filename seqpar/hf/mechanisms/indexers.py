@@ -224,7 +224,7 @@ def attend_to_chosen(
         )
     lo, hi = _intervals(layer_mask(mask[0], *mask[1]), sharding, len(q), q.device)
     kv = torch.cat([latents, rotated], -1)[:, 0]  # [b, s, w]
-    out: Tensor = _Attend.apply(
+    out: Tensor = _IndexedAttention.apply(
         q.transpose(1, 2), kv, weight.to(q.dtype), sinks, indices, lo, hi, scale, shard.tokens, sharding
     )
     return out
@@ -273,7 +273,7 @@ class _Scores(torch.autograd.Function):
         return grad @ keys, grad.mT @ query
 
 
-class _Attend(torch.autograd.Function):
+class _IndexedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, kv: Tensor, weight: Tensor, sinks: Tensor | None, indices: Tensor, lo: Tensor, hi: Tensor,

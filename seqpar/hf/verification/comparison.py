@@ -23,7 +23,7 @@ from ..calls.attention import window_and_chunk
 from ..calls.full_batch import has_more_than_text, merges, without_image_positions
 from ..inspection.support import parameters_of, pools_last_token, predicts_in_place
 from ..state import Patch
-from .recording import Place, Recording
+from .recording import Recording, TensorPlace
 
 # Probable causes, by the quantity that differs first. The attention's are found by ``_explain_attention``.
 _ROTARY = "its input is equal to that on one device; the positions in its rotary embedding are probably different"
@@ -192,7 +192,7 @@ def compare_tensors(
     order = [
         place
         for place in theirs.tensors
-        if place.quantity not in ("key", "value") or Place(place.layer, "latents") not in ours.tensors
+        if place.quantity not in ("key", "value") or TensorPlace(place.layer, "latents") not in ours.tensors
     ]
     differences = []
     for kind, places, local, full in (
@@ -240,14 +240,16 @@ def _compare(
     return tuple(batch.positions[wrong.any(0)].tolist()), float(error.nan_to_num(math.inf).max()), ""
 
 
-def _explain_attention(place: Place, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float) -> str:
+def _explain_attention(
+    place: TensorPlace, ours: Recording, theirs: Recording, batch: FullBatch, tolerance: float
+) -> str:
     """Why this rank's attention may differ although its queries, keys and values are correct.
 
     The attention is computed without the padding mask, without causality, without the window, and so on. One of these
     results may be what this rank computed.
     """
     module, options = theirs.options[place.layer]
-    q, k, v, right = (theirs.tensors[Place(place.layer, name)] for name in ("query", "key", "value", "attention"))
+    q, k, v, right = (theirs.tensors[TensorPlace(place.layer, name)] for name in ("query", "key", "value", "attention"))
     local, positions = ours.tensors[place], batch.positions
     i, j = positions[:, None], torch.arange(batch.seq_len, device="cpu")[None]
     is_causal = options.get("is_causal")

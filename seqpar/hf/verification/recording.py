@@ -42,17 +42,17 @@ from ..state import Patch, Settings
 LIBRARIES = ("accelerate", "bitsandbytes", "deepspeed", "peft", "torch", "torchao", "transformers", "trl")
 _INPUTS = ("input_ids", "position_ids", "labels")
 
-Attend = Callable[..., tuple[Tensor, Any]]
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor was recorded."""
 
     layer: str  # the name of the attention layer; empty for the model itself
     quantity: str  # which tensor of the layer it is, such as "query" or "output"
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of the attention function that transformers' ``AttentionInterface`` returns."""
 
     layer: str  # the name of the attention layer
@@ -106,17 +106,17 @@ class Recording:
         # Float [batch, seq, ...]: for each attention layer its input, query, key, value, attention and output; the
         # model's last hidden states; and, with a tower, the embeddings that the text model received. A parallelized
         # layer with latent attention has latents and rotated keys instead of key and value; on one device it has both.
-        self.tensors: dict[Place, Tensor] = {}
-        self.gradients: dict[Place, Tensor] = {}  # of the loss, with respect to these tensors
-        self.calls: list[Call] = []
+        self.tensors: dict[TensorPlace, Tensor] = {}
+        self.gradients: dict[TensorPlace, Tensor] = {}  # of the loss, with respect to these tensors
+        self.calls: list[RecordedCall] = []
         # for each layer, the module and the keyword arguments of its call of the attention function
         self.options: dict[str, tuple[nn.Module, dict[str, Any]]] = {}
         self._names = {module: name for name, module in root.named_modules()}
         self._in_towers = {*root.modules()} - {*text_model(root).modules()}
 
     def attend(
-        self, implementation: str, function: Attend, substitute: Attend | None, module: nn.Module, q: Tensor, k: Tensor,
-        v: Tensor, *args: Any, **kwargs: Any,
+        self, implementation: str, function: AttentionFunction, substitute: AttentionFunction | None,
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any,
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Record a call of the attention function ``function``, and call it or its ``substitute``."""
         if module in self._in_towers:
@@ -126,7 +126,7 @@ class Recording:
             name: x for name, x in kwargs.items() if isinstance(x, str | int | float | bool) and name != "max_length_q"
         }
         description = f"{[(x.shape[0], x.shape[1], x.shape[3], x.dtype) for x in (q, k, v)]} {sorted(plain.items())}"
-        self.calls.append(Call(layer, implementation, q.shape[2], description))
+        self.calls.append(RecordedCall(layer, implementation, q.shape[2], description))
         self.options[layer] = module, {"attention_mask": args[0] if args else None, **kwargs}
         self._record(layer, "query", q, token_dim=2)
         if has_latent_kv(module):
@@ -168,15 +168,15 @@ class Recording:
 
     def _record(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
         """Record ``x``, with the tokens along ``token_dim``, and in backward its gradient, as ``[batch, seq, ...]``."""
-        place, calls = Place(layer, quantity), 1
+        place, calls = TensorPlace(layer, quantity), 1
         while place in self.tensors:  # the module is called several times in a forward
             calls += 1
-            place = Place(f"{layer}, call {calls}", quantity)
+            place = TensorPlace(f"{layer}, call {calls}", quantity)
         self.tensors[place] = _on_cpu(x, token_dim)
         if x.requires_grad and torch.is_grad_enabled():
             x.register_hook(partial(self._record_gradient, place, token_dim))
 
-    def _record_gradient(self, place: Place, token_dim: int, gradient: Tensor) -> None:
+    def _record_gradient(self, place: TensorPlace, token_dim: int, gradient: Tensor) -> None:
         self.gradients[place] = _on_cpu(gradient, token_dim)
 
 
@@ -187,14 +187,14 @@ def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
 
 
 @contextmanager
-def recording(record: Recording, attend: Attend | None = None) -> Iterator[None]:
+def recording(record: Recording, attend: AttentionFunction | None = None) -> Iterator[None]:
     """Record what the model computes in the block.
 
     ``attend`` is called instead of the model's attention functions, except in vision and audio towers.
     """
     root = record.root
 
-    def record_calls(implementation: str, function: Attend, look_up: Any) -> Attend:
+    def record_calls(implementation: str, function: AttentionFunction, look_up: Any) -> AttentionFunction:
         return partial(record.attend, implementation, function, attend)
 
     layers = attention_layers(root).values()
@@ -252,7 +252,7 @@ def one_device(
 
 
 def _attend_alone(
-    settings: Settings, function: Attend, module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+    settings: Settings, function: AttentionFunction, module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
     attention_mask: Tensor | None, *args: Any, **kwargs: Any,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     """transformers' eager attention ``function`` with the softmax scale and the slopes of ``parallelize``."""

@@ -135,7 +135,7 @@ def verify(
     return report
 
 
-class _Header(NamedTuple):
+class _VerifyHeader(NamedTuple):
     seq_len: int
 
 
@@ -158,9 +158,9 @@ class _Verification:
         self.model, self.root, self.patch = model, root, patch
         self.layers, self.cause = attention_layers(root), ""
 
-        def header() -> _Header:
+        def header() -> _VerifyHeader:
             self.batch = FullBatch(batch, patch, root)
-            return _Header(self.batch.seq_len)
+            return _VerifyHeader(self.batch.seq_len)
 
         all_gather_header(header, patch.group)  # raises on every rank if the batch of one rank has an error
         self.apart = held_apart(model, self.ignore)
