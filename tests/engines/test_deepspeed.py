@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
 
 import seqpar
+from examples import own_loop
 from seqpar import Sharding
 
 from ..pool import OwnPool, mesh_of, on_ranks
 from ..reference import assert_close, assert_error
-from .engine import full_weights, initialize, needs_deepspeed
+from .engine import full_weights, initialize, needs_deepspeed, start_deepspeed
 from .model import HIDDEN, TOKENS, Model, random_rows
 
 pytestmark = needs_deepspeed
@@ -72,6 +78,33 @@ def train(group: ProcessGroup, seed: int, zero: int, dp: int, strategy: str, cli
 def test_weights_equal_one_process(own: OwnPool, zero: int) -> None:
     for dp, strategy, clip in ((1, "hybrid", 0.0), (2, "ring", 0.1)):
         own.pool.run(4, train, int(torch.randint(1 << 30, ())), zero, dp, strategy, clip)
+
+
+@on_ranks
+def losses_of_the_page(group: ProcessGroup, source: str) -> list[float]:
+    start_deepspeed()
+    losses: list[float] = []
+    names: dict[str, Any] = {"print": lambda step, loss: losses.append(loss)}
+    exec(source, names)
+    names["engine"].destroy()
+    return losses
+
+
+def test_the_loop_of_the_page(own: OwnPool) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    (source,) = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    torch.manual_seed(0)
+    model, expected = own_loop.GPT(256), list[float]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        ids, labels = own_loop.rows(step, 256, 2)
+        loss = F.cross_entropy(model(ids, torch.arange(256)).mT, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    for losses in own.pool.run(4, losses_of_the_page, source):
+        assert_close(losses, expected)
 
 
 @on_ranks
