@@ -21,7 +21,7 @@ from .kernels import BackendName
 from .masks.mask import Mask, check_rows
 from .placement.layout import Layout, check_layout, check_lengths, least_length
 from .placement.strategies import StrategyName
-from .ranks.mesh import sequence_group
+from .ranks.mesh import sequence_group_of
 from .schedule.plan import plan_ahead
 from .sharding.sharding import Sharding, check_sharding, require_layout
 from .sharding.spec import AttentionSpec, attention_spec
@@ -251,19 +251,19 @@ def _agree(
     mesh, group, layout, seq_len = where
     needs_handshake = needs_seed or (sharding is None and not has_length(seq_len))
     if isinstance(sharding, Sharding):
-        sequence = sharding.sequence_group
+        sequence_group = sharding.sequence_group
     else:
         # Ranks that give the same group learn of an error in this rank's mesh.
         with propagate_errors(group if needs_handshake and isinstance(group, ProcessGroup) else None):
-            sequence = None if alone else sequence_group(mesh, group)
-    with propagate_errors(sequence if needs_handshake else None):
+            sequence_group = None if alone else sequence_group_of(mesh, group)
+    with propagate_errors(sequence_group if needs_handshake else None):
         spec = make_spec()
         if sharding is not None:
             check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             seq_len = sharding.seq_len
         else:  # of few tokens, as long as their number is not known
             make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)
-            layout = require_layout(layout, sequence)
+            layout = require_layout(layout, sequence_group)
             check_layout(layout)
             sharding = make_sharding(least_length(layout) if seq_len is None else seq_len, layout)
         placement = sharding.place(spec)
@@ -289,7 +289,7 @@ def _agree(
             dropout_seed=int(draw_seed().item()) if needs_seed else dropout_seed or 0,
             gradient=gradient_state(q, k, v, sinks, latent_weight),
         )
-        headers = all_gather_header(lambda: header, sequence)
+        headers = all_gather_header(lambda: header, sequence_group)
         check_same(headers, "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "mask_or_options")
         if not needs_seed:
             check_same(headers, "dropout_seed")

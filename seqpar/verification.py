@@ -30,7 +30,7 @@ from .base.checks import check_number
 from .comm.collectives import run
 from .comm.trace import trace
 from .patching.replaced import replaced
-from .ranks.mesh import global_ranks, sequence_group, size_of
+from .ranks.mesh import global_ranks, sequence_group_of, size_of
 from .ranks.rendezvous import group_timeout, store_all_gather
 from .sharding.same_rows import OtherRowsError
 from .sharding.sharding import Sharding
@@ -231,7 +231,7 @@ def verify(
         if not callable(function):
             raise TypeError(f"{name}={function!r}: expected a function that returns the loss after its backward")
     tolerance = tolerance_of(model) if tolerance is None else tolerance
-    group = sequence_group(None, group)
+    group = sequence_group_of(None, group)
     tolerance = check_number("tolerance", tolerance)
     report = _compare(model, step, reference, reference_model or model, tolerance, group)
     if raise_on_error and not report.ok:
@@ -266,7 +266,7 @@ def _compare(
                 if isinstance(module, DistributedDataParallel):
                     alone.enter_context(module.no_sync())
             theirs = _plainly_named(run_step(_call(reference, reference_model), reference_model))
-        references = exchange(theirs.loss, group)
+        references = all_gather_values(theirs.loss, group)
         expected_loss = references[0]
         if unlike := _other_losses(references, tolerance):
             why = (
@@ -281,7 +281,7 @@ def _compare(
         except OtherRowsError as error:
             rows = Difference("batch", "rows", explanation=f"the ranks hold different rows: {error}")
             return VerificationReport((*(found or [rows]),), math.nan, expected_loss, 0, ranks)
-    losses = exchange(ours.loss, group)
+    losses = all_gather_values(ours.loss, group)
     loss = sum(losses) / ranks
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     held = {_ADDED.sub("", name) for name, _ in model.named_parameters()}
@@ -327,7 +327,7 @@ def run_step(step: Callable[[], Any], model: nn.Module) -> StepResult:
     return StepResult(float(loss.detach() if isinstance(loss, Tensor) else loss), gradients)
 
 
-def exchange(value: Any, group: ProcessGroup | None) -> list[Any]:
+def all_gather_values(value: Any, group: ProcessGroup | None) -> list[Any]:
     """Each rank's ``value``, which JSON can represent, by rank. No rank waits longer than the group's timeout.
 
     The store works even after a message has failed.
@@ -373,18 +373,18 @@ def compare_gradients(
         return [x.full_tensor().cpu() if isinstance(x, DTensor) else x for x in gradients]
 
     if held is not None:
-        lacking = exchange([name for name in theirs.gradients if name not in held], group)
+        lacking = all_gather_values([name for name in theirs.gradients if name not in held], group)
         nowhere = set(lacking[0]).intersection(*lacking[1:])
         compared = {name: g for name, g in theirs.gradients.items() if name in held or name in nowhere}
         theirs = StepResult(theirs.loss, compared)
     numbers = {name: _products(*pair(name)) for name in {**theirs.gradients, **ours.gradients}}
     least = _LEAST * max((math.sqrt(x[1]) for x in numbers.values()), default=0.0)
     wrong = [name for name, x in numbers.items() if not _error(x, least) <= tolerance]
-    names = [*dict.fromkeys(name for rank in exchange(wrong, group) for name in rank)]
+    names = [*dict.fromkeys(name for rank in all_gather_values(wrong, group) for name in rank)]
     if not names:
         return [], ""
     pairs = {name: pair(name) for name in names}
-    shapes = exchange([[[*x.shape] for x in pairs[name] if x is not None][:1] for name in names], group)
+    shapes = all_gather_values([[[*x.shape] for x in pairs[name] if x is not None][:1] for name in names], group)
     rows = []
     for name, by_rank in zip(names, zip(*shapes, strict=True), strict=True):
         (a, e), (shape, *others) = pairs[name], [x[0] for x in by_rank if x]
@@ -396,7 +396,7 @@ def compare_gradients(
         sums = _products(a, e) if any(x is not None for x in pairs[name]) else [0.0] * 4
         rows.append([_products(*pairs[name]), sums, name in ours.gradients, name in theirs.gradients])
     found, missing, right = [], list[str](), dict.fromkeys((1, size_of(group)), True)
-    for name, by_rank in zip(names, zip(*exchange(rows, group), strict=True), strict=True):
+    for name, by_rank in zip(names, zip(*all_gather_values(rows, group), strict=True), strict=True):
         here, totals, in_ours, in_theirs = zip(*by_rank, strict=True)
         for n in right:
             right[n] &= all(_error(_divided(x, n), least) <= tolerance for x in totals)
@@ -412,7 +412,7 @@ def compare_gradients(
         found.append(Difference("gradient", name, "", (), ranks, max(errors), tolerance, why, ratio=ratio))
     small = (tolerance * least) ** 2  # the square of a norm that is so small that another factor would not show
     every = all(name in pairs or x[1] <= small for name, x in numbers.items())
-    times = exchange(ours.loss / theirs.loss if theirs.loss else math.nan, group)
+    times = all_gather_values(ours.loss / theirs.loss if theirs.loss else math.nan, group)
     return found, _cause_of_gradients(found, missing, every, times, right, tolerance)
 
 

@@ -307,7 +307,7 @@ class SequenceParallelMixin(_Mixin):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         patch = self._patch
-        patch.loss_ranks = patch.group  # the Trainer counts the labels of the replicas
+        patch.loss_ranks = patch.sequence_group  # the Trainer counts the labels of the replicas
         if self.compute_metrics is not None and not self.args.prediction_loss_only and patch.settings.outputs != "full":
             raise ValueError(
                 "compute_metrics: it needs the logits of all tokens; call parallelize with outputs='full', or set "
@@ -352,9 +352,9 @@ def _data_parallel(patch: Patch, world: int) -> int:
         if patch.mesh["dp"].get_local_rank() != dist.get_rank() // (world // size):
             raise ValueError("mesh: dp must be its first dimension, so that the ranks of a sequence are consecutive")
         return size
-    if patch.group is None or patch.ranks == 1:
+    if patch.sequence_group is None or patch.ranks == 1:
         return world
-    members = dist.get_process_group_ranks(patch.group)
+    members = dist.get_process_group_ranks(patch.sequence_group)
     if members != list(range(members[0], members[0] + patch.ranks)):
         raise ValueError(f"group: its ranks {members} are not consecutive; give parallelize a mesh with a dp dimension")
     return world // patch.ranks

@@ -24,7 +24,7 @@ from ..masks.mask import LayerMask, Mask, layer_mask, mask_of_rows
 from ..masks.rules import document_boundaries
 from ..placement.balanced import balanced_layout
 from ..placement.layout import LAYOUT_WORDS, Assigned, LayoutWord, TokenLayout, check_layout, shard_length
-from ..ranks.mesh import rank_in, sequence_group, size_of, ulysses_size
+from ..ranks.mesh import rank_in, sequence_group_of, size_of, ulysses_size
 from ..ranks.processes import check_own_process
 from ..sharding.sharding import Sharding, WorkerSharding, check_sharding
 
@@ -50,13 +50,13 @@ class BatchCut:
     Attributes:
         ranks: the number of ranks that a sequence is sharded over.
         layout: which tokens each rank holds.
-        together: as ``balanced_layout`` takes it.
+        ulysses: as ``balanced_layout`` takes it.
         layers: the masks of the model's layers and their numbers; without a model, one causal layer.
     """
 
     ranks: int
     layout: BatchLayout
-    together: int = 1
+    ulysses: int = 1
     layers: tuple[tuple[LayerMask, int], ...] = field(default=(((True, None, None), 1),), compare=False)
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class BatchCut:
     @staticmethod
     def over(mesh: DeviceMesh | None, group: ProcessGroup | None, layout: BatchLayout) -> BatchCut:
         """Over the ranks of a mesh or group, as ``parallelize`` takes them."""
-        return BatchCut(size_of(sequence_group(mesh, group)), layout, ulysses_size(mesh))
+        return BatchCut(size_of(sequence_group_of(mesh, group)), layout, ulysses_size(mesh))
 
     def tokens(self, seq_len: int, mask: Mask) -> TokenLayout:
         """Which tokens of a batch each rank holds. ``mask`` has the documents and the padding.
@@ -79,7 +79,7 @@ class BatchCut:
                 masks = Counter[Mask]()
                 for layer, count in self.layers:
                     masks[layer_mask(mask, *layer)] += count
-                made = balanced_layout(masks, seq_len, self.ranks, self.together)
+                made = balanced_layout(masks, seq_len, self.ranks, self.ulysses)
                 mask.plans[seq_len, self] = made
             layout = made
         if not all(shard_length(seq_len, self.ranks, rank, layout) for rank in range(self.ranks)):
@@ -216,7 +216,7 @@ def shard_batch(
         sharding.check_process(check)
         return _parse(batch, cut, shift_labels, length).shard(sharding.rank)
     cut = BatchCut.over(mesh, group, "zigzag" if layout is None else layout)
-    return shard_over(sequence_group(mesh, group), cut, batch, shift_labels, check)
+    return shard_over(sequence_group_of(mesh, group), cut, batch, shift_labels, check)
 
 
 def shard_over(
@@ -292,7 +292,7 @@ def tokens_of(batch: Any, if_sharded: str) -> Tensor:
     return tokens
 
 
-def checksum(batch: Mapping[str, Any], value: int = 0) -> int:
+def batch_checksum(batch: Mapping[str, Any], value: int = 0) -> int:
     """A CRC-32 of the names, shapes and values of the tensors in ``batch``, which continues from ``value``."""
     for name in sorted(name for name, x in batch.items() if isinstance(x, Tensor)):
         data: Any = batch[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
@@ -394,7 +394,7 @@ class BatchSpec:
     @property
     def checksum(self) -> int:
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
-        return checksum({**self.tensors, **arrays}, zlib.crc32(f"{self.mask!r} {self.tokens.layout}".encode()))
+        return batch_checksum({**self.tensors, **arrays}, zlib.crc32(f"{self.mask!r} {self.tokens.layout}".encode()))
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
         positions = self.tokens.rank_positions(rank)  # [seq_local]

@@ -13,8 +13,8 @@ from ..comm.handshake import Fingerprint, all_gather_header
 from ..functional import mask_planner
 from ..masks.mask import layer_mask
 from ..placement.layout import TokenLayout
-from ..ranks.mesh import rank_in, sequence_group, size_of
-from .batch import PLANNED, BatchCut, BatchLayout, BatchSpec, checksum, shard_batch, shard_for_rank
+from ..ranks.mesh import rank_in, sequence_group_of, size_of
+from .batch import PLANNED, BatchCut, BatchLayout, BatchSpec, batch_checksum, shard_batch, shard_for_rank
 from .randomness import SharedRandom
 from .state import patch_of
 
@@ -62,14 +62,14 @@ class ShardedLoader:
         scatter: bool = False,
     ) -> None:
         BatchCut(1, layout)  # raises for another layout
-        self.group, self._mesh, self._given_group = sequence_group(mesh, group), mesh, group
+        self.sequence_group, self._mesh, self._group = sequence_group_of(mesh, group), mesh, group
         has_dp = mesh is not None and "dp" in (mesh.mesh_dim_names or ())
         self.dp_group = mesh["dp"].get_group() if mesh is not None and has_dp else None
         _check_split(loader, size_of(self.dp_group), rank_in(self.dp_group))
         self.loader: Any = loader
         self.layout, self.shift_labels, self.scatter = layout, shift_labels, scatter
-        self._loads = not scatter or rank_in(self.group) == 0
-        self._random = SharedRandom(None if scatter else self.group)
+        self._loads = not scatter or rank_in(self.sequence_group) == 0
+        self._random = SharedRandom(None if scatter else self.sequence_group)
         self._in_epoch = False  # whether the last epoch has yielded a batch and has not ended
         self._resumes = False  # whether the next epoch starts at a loaded state
 
@@ -87,7 +87,7 @@ class ShardedLoader:
             nonlocal batch
             batch = next(batches, None)
             compare = is_first and isinstance(batch, Mapping) and size_of(self.dp_group) > 1
-            return _NextBatch(batch is not None, Fingerprint(checksum(batch) if compare else 0))
+            return _NextBatch(batch is not None, Fingerprint(batch_checksum(batch) if compare else 0))
 
         def load_on_each_dp_rank() -> _NextBatch:
             if not self._loads:
@@ -99,7 +99,7 @@ class ShardedLoader:
             return _NextBatch(follows, Fingerprint(0))
 
         while True:
-            by_rank = [header.follows for header in all_gather_header(load_on_each_dp_rank, self.group)]
+            by_rank = [header.follows for header in all_gather_header(load_on_each_dp_rank, self.sequence_group)]
             if not self.scatter and len(set(by_rank)) > 1:
                 raise ValueError(
                     f"loader: only ranks {[rank for rank, follows in enumerate(by_rank) if follows]} of the sequence "
@@ -109,7 +109,7 @@ class ShardedLoader:
             if not by_rank[0]:
                 return
             is_first = False
-            ranks: dict[str, Any] = {"mesh": self._mesh, "group": self._given_group}
+            ranks: dict[str, Any] = {"mesh": self._mesh, "group": self._group}
             yield shard_batch(batch, **ranks, layout=self.layout, shift_labels=self.shift_labels)
 
     def state_dict(self) -> dict[str, Any]:
@@ -216,7 +216,7 @@ class ShardCollator:
     ) -> None:
         self.collate, self.shift_labels = collate, shift_labels
         # The group itself is not kept, because worker processes cannot unpickle it.
-        self.cut, self.rank = BatchCut.over(mesh, group, layout), rank_in(sequence_group(mesh, group))
+        self.cut, self.rank = BatchCut.over(mesh, group, layout), rank_in(sequence_group_of(mesh, group))
 
     def __call__(self, examples: list[Any]) -> dict[str, Any]:
         """This rank's part of the batch of ``examples``, as ``shard_batch`` returns it."""

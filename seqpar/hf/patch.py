@@ -38,7 +38,7 @@ from .calls.attention import (
     structure,
 )
 from .calls.full_batch import before_text_model
-from .calls.per_rank import call
+from .calls.per_rank import call_with_all_batches
 from .inspection.support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
 from .inspection.trial import Trial
 from .losses.loss import replace_loss_function, replace_router_loss, restore_loss_function
@@ -156,11 +156,11 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     if not roots:
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
     check_adapters(model.modules())
-    refuse_shards(model, placement.sequence)
+    refuse_shards(model, placement.sequence_group)
     trials = {root: check_model(root) for root in roots}
     layers = {module: None for trial in trials.values() for module in trial.attention_modules}
-    loss_ranks = None if placement.sequence is None else all_ranks_group(mesh, group)
-    patch = Patch(settings, mesh, group, placement.sequence, loss_ranks, ulysses_ranks=size_of(placement.ulysses))
+    loss_ranks = None if placement.sequence_group is None else all_ranks_group(mesh, group)
+    patch = Patch(settings, mesh, group, placement.sequence_group, loss_ranks, ulysses=size_of(placement.ulysses))
     for root, trial in trials.items():
         _compare_masks(root, trial, patch)
         if trial.longest is not None and trial.counter is not None:
@@ -285,5 +285,5 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
         after(root.score, forward.after_score)
     # One rank generates alone if its states are of kinds that a sharded prompt does not keep.
     if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.has_mixers or patch.has_indexers:
-        patch.undo.callback(replace_forward(root, OWNER, call, "_call_impl"))
+        patch.undo.callback(replace_forward(root, OWNER, call_with_all_batches, "_call_impl"))
     forward.watch_head(root, patch)

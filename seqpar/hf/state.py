@@ -90,11 +90,11 @@ class Patch:
     """How a model is parallelized. The model and its attention layers refer to it by their attribute ``_seqpar``."""
 
     settings: Settings
-    mesh: DeviceMesh | None  # as given to ``parallelize``, and the next group too
-    given_group: ProcessGroup | None
-    group: ProcessGroup | None  # the ranks of the sequence; None in a process without torch.distributed
+    mesh: DeviceMesh | None  # as given to ``parallelize``, like ``group``
+    group: ProcessGroup | None
+    sequence_group: ProcessGroup | None  # None in a process without torch.distributed
     loss_ranks: ProcessGroup | None = None  # the ranks whose labels the loss counts: with dp, of all replicas
-    ulysses_ranks: int = 1  # in each all-to-all of the strategy
+    ulysses: int = 1  # ranks in each all-to-all of the strategy
     sharded: bool = True  # False while the model runs on this rank alone
     # what the trial run found
     layer_masks: Counter[LayerMask] = field(default_factory=Counter)  # with the number of layers
@@ -116,24 +116,24 @@ class Patch:
 
     @property
     def ranks(self) -> int:
-        return size_of(self.group)
+        return size_of(self.sequence_group)
 
     @property
     def rank(self) -> int:
         """This rank, among the ranks of the sequence."""
-        return rank_in(self.group)
+        return rank_in(self.sequence_group)
 
     @property
     def cut(self) -> BatchCut:
         """How batches are cut into the parts of the ranks."""
-        if self.group is None:
+        if self.sequence_group is None:
             return BatchCut(1, self.settings.layout)
-        cut = BatchCut.over(self.mesh, self.given_group, self.settings.layout)
+        cut = BatchCut.over(self.mesh, self.group, self.settings.layout)
         return replace(cut, layers=tuple(self.layer_masks.items())) if self.layer_masks else cut
 
     def sharding(self, tokens: TokenLayout) -> Sharding:
-        strategy: Literal["local"] | None = "local" if self.group is None else None
-        return Sharding(tokens.seq_len, tokens.layout, mesh=self.mesh, group=self.given_group, strategy=strategy)
+        strategy: Literal["local"] | None = "local" if self.sequence_group is None else None
+        return Sharding(tokens.seq_len, tokens.layout, mesh=self.mesh, group=self.group, strategy=strategy)
 
     @no_compile
     def place(self, shard: BatchShard) -> None:

@@ -136,7 +136,7 @@ class CpuBackend:
                 target.zero_()
 
 
-def computed_pairs(intervals: KeyIntervals) -> float:
+def pairs_computed_on_cpu(intervals: KeyIntervals) -> float:
     """The pairs of a query and a key that the kernel computes for one head, visible or not, in pairs of a full tile.
 
     The mean of the rows of ``intervals``.

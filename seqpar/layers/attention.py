@@ -322,7 +322,7 @@ class AttentionLayer(nn.Module):
         q, k, v = self._heads_of(x, None)
         if self.rope is not None:
             q, k = self.rope(q, k, cache.new_positions(self, x.shape[1]) if positions is None else positions)
-        group = cache.sharding.place(spec, self._parallel_context).sequence
+        group = cache.sharding.place(spec, self._parallel_context).sequence_group
         out = cache.attend(self, q, k, v, self.local_weight("sinks"), None, spec, mask, group)
         return self._output(out.flatten(2), None)
 

@@ -26,7 +26,7 @@ from ..ranks.mesh import (
     dimension_group,
     global_ranks,
     rank_in,
-    sequence_group,
+    sequence_group_of,
     shown,
     size_of,
 )
@@ -490,7 +490,7 @@ def clip_grad_norm_(
     if ignore is not None:
         ranks = all_ranks_group(mesh, group)
     else:
-        ranks = sequence_group(mesh, group, "tp_sp") if tensor_parallel else None
+        ranks = sequence_group_of(mesh, group, "tp_sp") if tensor_parallel else None
 
     def header() -> _ClipHeader:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float):

@@ -54,7 +54,7 @@ _MOST_TILES = 1 << 18  # of a sequence: smaller tiles take too long
 
 
 def balanced_layout(
-    mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int, together: int = 1, per_host: int = 0
+    mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int, ulysses: int = 1, per_host: int = 0
 ) -> Layout:
     """A layout in which every rank has the same number of tokens and of visible pairs.
 
@@ -62,7 +62,7 @@ def balanced_layout(
         mask: which keys each query sees, or the masks of a model's layers, each with the number of its layers.
         seq_len: tokens of the full sequence.
         ranks: the number of ranks.
-        together: how many consecutive ranks attend with the same tokens, because an all-to-all or tensor parallelism
+        ulysses: how many consecutive ranks attend with the same tokens, because an all-to-all or tensor parallelism
             joins them. Each such group gets equal pairs, and its tokens are cut evenly over its ranks.
         per_host: how many consecutive ranks share a host; 0: all.
 
@@ -70,7 +70,7 @@ def balanced_layout(
         "contiguous" or "zigzag" where that is balanced, or where a rank has fewer than four tiles, else an
         ``Assigned``.
     """
-    weights, groups = {mask: 1} if isinstance(mask, Mask) else mask, ranks // together
+    weights, groups = {mask: 1} if isinstance(mask, Mask) else mask, ranks // ulysses
     for each in weights:
         each.check_length(seq_len)
     counted = sorted(((_Pairs(each, seq_len), weight) for each, weight in weights.items()), key=lambda x: -x[0].total)
@@ -85,14 +85,14 @@ def balanced_layout(
     most = dict[Layout, int]()
     for name in names:
         by_rank = [shard_ranges(seq_len, ranks, rank, name) for rank in range(ranks)]
-        most[name] = busiest([list(chain(*by_rank[i : i + together])) for i in range(0, ranks, together)])
+        most[name] = busiest([list(chain(*by_rank[i : i + ulysses])) for i in range(0, ranks, ulysses)])
         if most[name] * groups * 1000 <= total * (1000 + PERMILLE):
             return name
     if seq_len < _FEWEST_TILES * TILE * ranks:
         return "zigzag"
     tile = TILE
     while tile > 1 and (
-        seq_len < _ENOUGH_TILES * tile * groups or _difference(seq_len, tile, groups, together) * ranks * 50 > seq_len
+        seq_len < _ENOUGH_TILES * tile * groups or _difference(seq_len, tile, groups, ulysses) * ranks * 50 > seq_len
     ):
         tile //= 2
     best: tuple[int, list[list[TileRange]], list[list[range]]] | None = None
@@ -123,8 +123,8 @@ def balanced_layout(
     now, filled, shards = best
     if now > min(most.values()):  # a single token may have more than a rank's share
         return min(names, key=most.__getitem__)
-    order = _numbered(filled, max(1, per_host // together) if per_host else groups)
-    return Assigned(tuple(chain.from_iterable(_cut(shards[i], together) for i in order)))
+    order = _numbered(filled, max(1, per_host // ulysses) if per_host else groups)
+    return Assigned(tuple(chain.from_iterable(_cut(shards[i], ulysses) for i in order)))
 
 
 def pairs_of_ranks(mask: Mask, seq_len: int, shards: Sequence[Sequence[range]]) -> list[int]:
@@ -137,10 +137,10 @@ def pairs_of_ranks(mask: Mask, seq_len: int, shards: Sequence[Sequence[range]]) 
     return [int((pairs.below(x + 1) - pairs.below(x)).sum()) for x in positions]
 
 
-def _difference(seq_len: int, tile: int, groups: int, together: int) -> int:
+def _difference(seq_len: int, tile: int, groups: int, ulysses: int) -> int:
     """By how many tokens two ranks differ at most: one group has a tile more, and one has the last tile, a part."""
     of_groups = (tile if -(-seq_len // tile) % groups else 0) + -seq_len % tile
-    return -(-(of_groups + 2 * (together - 1)) // together)  # both groups may be cut into unequal parts
+    return -(-(of_groups + 2 * (ulysses - 1)) // ulysses)  # both groups may be cut into unequal parts
 
 
 class _Pairs:

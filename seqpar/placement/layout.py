@@ -437,7 +437,7 @@ class TokenLayout:
         ranks = self.ulysses * self.tensor
         return self._positions(ring_rank * ranks, ranks)
 
-    def together(self) -> TokenLayout:
+    def all_gathered(self) -> TokenLayout:
         """The same shards, if all ranks all-gather their tokens before attention."""
         return replace(self, ring=1, ulysses=1, tensor=self.ranks * self.tensor)
 

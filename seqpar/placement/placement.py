@@ -29,7 +29,7 @@ class Placement:
     """Who takes part in one attention call, and which positions each rank holds. Made once, by ``Sharding.place``.
 
     Attributes:
-        sequence: the ranks that attend to one sequence; None is this rank alone.
+        sequence_group: the ranks that attend to one sequence; None is this rank alone.
         ring: the ranks that send keys and values to one another, or None.
         ulysses: the ranks among which an all-to-all turns sequence shards into head shards, or None.
         gather: whether a rank receives all remote keys and values in one step; None: only if the ring has one host.
@@ -40,7 +40,7 @@ class Placement:
         kept: what calls with this placement keep for later calls: the links of its ranks, and its all-to-alls.
     """
 
-    sequence: ProcessGroup | None = None
+    sequence_group: ProcessGroup | None = None
     ring: Ranks | None = None
     ulysses: Ranks | None = None
     gather: bool | None = False
@@ -52,7 +52,7 @@ class Placement:
     @cached_property
     def rank(self) -> int:
         """This rank among the ranks of the sequence."""
-        return rank_in(self.sequence)
+        return rank_in(self.sequence_group)
 
     @cached_property
     def ring_rank(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypedDict, get_args
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.checks import check_choice, check_int
-from ..ranks.mesh import ring_and_ulysses_ranks, sequence_group, size_of
+from ..ranks.mesh import ring_and_ulysses_ranks, sequence_group_of, size_of
 from .placement import Placement
 
 StrategyName = Literal["local", "ring", "ulysses", "context_parallel", "hybrid", "auto"]
@@ -88,7 +88,7 @@ class Strategy:
 def _local_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
     """This rank alone. Raises an error for several ranks, which would not see one another's tokens."""
     if mesh is not None or group is not None:
-        ranks = size_of(sequence_group(mesh, group))
+        ranks = size_of(sequence_group_of(mesh, group))
         if ranks > 1:
             raise ValueError(
                 f"strategy='local' with a sequence group of {ranks} ranks: it attends within one rank; "
@@ -98,20 +98,20 @@ def _local_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placeme
 
 
 def _ring_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
-    group = sequence_group(mesh, group)
-    return Placement(sequence=group, ring=group)
+    group = sequence_group_of(mesh, group)
+    return Placement(sequence_group=group, ring=group)
 
 
 def _ulysses_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
-    group = sequence_group(mesh, group)
-    return Placement(sequence=group, ulysses=group)
+    group = sequence_group_of(mesh, group)
+    return Placement(sequence_group=group, ulysses=group)
 
 
 def _hybrid_ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, ulysses_size: int | None = None) -> Placement:
     """The mesh's ring and ulysses dimensions. A plain group is divided into subgroups of ``ulysses_size`` ranks, by
     default the largest divisor of its size up to the square root."""
     ring, ulysses = ring_and_ulysses_ranks(mesh, group, ulysses_size)
-    return Placement(sequence=sequence_group(mesh, group), ring=ring, ulysses=ulysses)
+    return Placement(sequence_group=sequence_group_of(mesh, group), ring=ring, ulysses=ulysses)
 
 
 def _context_parallel_ranks(

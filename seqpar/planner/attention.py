@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..kernels.base import OutputGrad
-from ..kernels.cpu import computed_pairs as pairs_computed_on_cpu
+from ..kernels.cpu import pairs_computed_on_cpu
 from ..masks.mask import Mask
 from ..placement.heads import Heads
 from ..placement.layout import CPU, TokenLayout

@@ -264,7 +264,7 @@ def default_group() -> ProcessGroup | None:
     return dist.group.WORLD
 
 
-def sequence_group(
+def sequence_group_of(
     mesh: DeviceMesh | None = None, group: ProcessGroup | None = None, strategy: str | None = None
 ) -> ProcessGroup | None:
     """The group over which the sequence is sharded. None in a process that is a rank alone (see ``default_group``).
@@ -323,7 +323,7 @@ def averaged_dimensions(mesh: DeviceMesh) -> tuple[str, ...]:
 def all_ranks_group(mesh: DeviceMesh | None, group: ProcessGroup | None) -> ProcessGroup | None:
     """The ranks whose mean loss is the objective: all ranks of ``mesh``, or ``group``, or the default group."""
     if mesh is None or mesh.ndim == 1:
-        return sequence_group(mesh, group)
+        return sequence_group_of(mesh, group)
     check_mesh_and_group(mesh, group)
     names = averaged_dimensions(mesh)
     return dist.group.WORLD if mesh.size() == dist.get_world_size() else dimension_group(mesh, names, False)
@@ -380,7 +380,7 @@ def tensor_group(mesh: DeviceMesh | None = None, group: ProcessGroup | None = No
     """The group over which weights are sharded: ``group``, the mesh's tp dimension or only dimension, or the default
     group."""
     if mesh is None or mesh.ndim == 1:
-        return sequence_group(mesh, group)
+        return sequence_group_of(mesh, group)
     if "tp" not in (mesh.mesh_dim_names or ()):
         raise ValueError(
             f"mesh: its dimensions are {mesh.mesh_dim_names}; expected one named 'tp'; make it with seqpar.init_mesh"
@@ -461,19 +461,19 @@ def ring_and_ulysses_ranks(
     """This process's ring and all-to-all in a hybrid of both.
 
     They are the mesh's ring and ulysses dimensions. A plain group (or a mesh with ``ulysses_size``, or one that shards
-    the sequence over tp, see ``sequence_group``) is divided into blocks of ``ulysses_size`` consecutive ranks, by
+    the sequence over tp, see ``sequence_group_of``) is divided into blocks of ``ulysses_size`` consecutive ranks, by
     default the largest divisor of its size up to the square root. The ranks of one block take part in one all-to-all,
     and the ranks with the same index in their blocks form a ring.
 
     Returns:
         ``(ring, ulysses)``, each None if it is this rank alone.
     """
-    sequence = sequence_group(mesh, group)
-    if mesh is not None and mesh.ndim > 1 and ulysses_size is None and sequence is context_group(mesh):
+    sequence_group = sequence_group_of(mesh, group)
+    if mesh is not None and mesh.ndim > 1 and ulysses_size is None and sequence_group is context_group(mesh):
         names = _sequence_dimensions(mesh)
         ring, ulysses = (dimension_group(mesh, (name,)) if name in names else None for name in ("ring", "ulysses"))
         return ring, ulysses
-    ranks = size_of(sequence)
+    ranks = size_of(sequence_group)
     if ulysses_size is None:
         ulysses_size = max(d for d in range(1, int(ranks**0.5) + 1) if ranks % d == 0)
     check_int("ulysses_size", ulysses_size)
@@ -482,12 +482,12 @@ def ring_and_ulysses_ranks(
         raise ValueError(
             f"ulysses_size={ulysses_size}: expected a divisor of the group's {ranks} ranks; choose one of {divisors}"
         )
-    if sequence is None or ulysses_size == 1:
-        return sequence, None
+    if sequence_group is None or ulysses_size == 1:
+        return sequence_group, None
     if ulysses_size == ranks:
-        return None, sequence
-    rank = rank_in(sequence)
+        return None, sequence_group
+    rank = rank_in(sequence_group)
     first = rank // ulysses_size * ulysses_size
     ring_ranks = tuple(range(rank % ulysses_size, ranks, ulysses_size))
     ulysses_ranks = tuple(range(first, first + ulysses_size))
-    return Subgroup(sequence, ring_ranks), Subgroup(sequence, ulysses_ranks)
+    return Subgroup(sequence_group, ring_ranks), Subgroup(sequence_group, ulysses_ranks)

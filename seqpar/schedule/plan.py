@@ -287,7 +287,7 @@ class AttentionPlan:
         return 0, index - inter_host_steps
 
     def _local_step(self) -> Step:
-        tokens = self.tokens.together() if self.tokens.replicated else self.tokens
+        tokens = self.tokens.all_gathered() if self.tokens.replicated else self.tokens
         shard = tokens.ring_positions(0 if self.tokens.replicated else self.rank)
         rows = rows_in(self._visible(self.rank), shard)
         everything = RowSpans(((0, len(shard)),))

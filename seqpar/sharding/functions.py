@@ -93,8 +93,8 @@ def unshard(
     if sharding is not None:
         check_sharding(sharding, mesh=mesh, group=group, layout=layout, strategy=strategy)
         return sharding.unshard(x_local, dim)
-    sequence = resolve_sequence_group(mesh, group, strategy)
-    with propagate_errors(sequence):
+    sequence_group = resolve_sequence_group(mesh, group, strategy)
+    with propagate_errors(sequence_group):
         layout = layout_of(layout, mesh, group, strategy)
 
     def header() -> _ShardHeader:
@@ -103,7 +103,7 @@ def unshard(
         other_dims = (*x_local.shape[:axis], *x_local.shape[axis + 1 :])
         return _ShardHeader(x_local.shape[axis], fingerprint(axis, layout, x_local.dtype, other_dims))
 
-    headers = all_gather_header(header, sequence)
+    headers = all_gather_header(header, sequence_group)
     if len({header.spec for header in headers}) > 1:
         raise ValueError(
             f"x_local: the ranks of the group differ in dim, layout, dtype or a dimension other than {dim} "
@@ -161,11 +161,11 @@ def layout_of(
     layout: Layout | None, mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
 ) -> Layout:
     """``layout``, as ``shard`` takes it."""
-    sequence = resolve_sequence_group(mesh, group, strategy)
+    sequence_group = resolve_sequence_group(mesh, group, strategy)
     names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
     in_context = mesh is not None and any(
         name in names and mesh.size(names.index(name)) > 1 for name in ("ring", "ulysses")
     )
     if layout is None and not in_context and ("tp" in names or strategy == "tp_sp"):
         return "contiguous"
-    return require_layout(layout, sequence)
+    return require_layout(layout, sequence_group)

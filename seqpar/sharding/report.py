@@ -29,7 +29,7 @@ def check_masks(mask: object) -> None:
 
 
 def report(
-    seq_len: int, layout: Layout, ranks: int, together: int, mask: Mask | Mapping[Mask, int], token_bytes: int
+    seq_len: int, layout: Layout, ranks: int, ulysses: int, mask: Mask | Mapping[Mask, int], token_bytes: int
 ) -> str:
     """What each rank holds, computes and receives in attention with ``mask``.
 
@@ -37,25 +37,25 @@ def report(
         seq_len: tokens of the full sequence.
         layout: which tokens each rank holds.
         ranks: the number of ranks.
-        together: how many consecutive ranks have an all-to-all or tensor parallelism between them. They compute with
+        ulysses: how many consecutive ranks have an all-to-all or tensor parallelism between them. They compute with
             the same tokens, each with its share of the heads.
         mask: which keys each query sees, or the masks of a model's layers, each with the number of its layers.
         token_bytes: bytes of k and v of one token.
     """
     check_masks(mask)
     check_int("token_bytes", token_bytes, 0)
-    tokens = TokenLayout(seq_len, layout, ranks // together, together)
+    tokens = TokenLayout(seq_len, layout, ranks // ulysses, ulysses)
     shards = [shard_ranges(seq_len, ranks, rank, layout) for rank in range(ranks)]
     pairs, rows = [0.0] * ranks, [0.0] * ranks
     for each, layers in ({mask: 1} if isinstance(mask, Mask) else mask).items():
         each.check_length(seq_len)
         by_rank = pairs_of_ranks(each, seq_len, shards)
         for ring_rank in range(tokens.ring):
-            first = ring_rank * together
+            first = ring_rank * ulysses
             received = AttentionPlan(each, tokens, ring_rank).rows_received
-            for rank in range(first, first + together):
-                pairs[rank] += layers * sum(by_rank[first : first + together]) / together
-                rows[rank] += layers * received / together
+            for rank in range(first, first + ulysses):
+                pairs[rank] += layers * sum(by_rank[first : first + ulysses]) / ulysses
+                rows[rank] += layers * received / ulysses
     held, mean = [sum(map(len, ranges)) for ranges in shards], sum(pairs) / ranks or 1.0
     lines = [f"{'rank':>5} {'tokens':>11} {'visible pairs':>20} {'of the mean':>11} {'received MB':>12}"]
     for rank in range(ranks):

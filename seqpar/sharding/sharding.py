@@ -42,7 +42,7 @@ from ..ranks.mesh import (
     global_ranks,
     known_per_host,
     rank_in,
-    sequence_group,
+    sequence_group_of,
     shown,
     size_of,
 )
@@ -448,11 +448,11 @@ class Sharding(Opaque):
             TypeError: an argument has another type.
             ValueError: a mask does not fit the sequence's length.
         """
-        together = 1
+        ulysses = 1
         if self.mesh is not None and self.mesh.mesh_dim_names and self.mesh.ndim > 1:
             names = ("ulysses", "tp") if self.over_tp else ("ulysses",)
-            together = math.prod(self.mesh[name].size() for name in names if name in self.mesh.mesh_dim_names)
-        return report(self.seq_len, self.layout, self.ranks, together, mask, token_bytes)
+            ulysses = math.prod(self.mesh[name].size() for name in names if name in self.mesh.mesh_dim_names)
+        return report(self.seq_len, self.layout, self.ranks, ulysses, mask, token_bytes)
 
     def lengths_in(self, group: ProcessGroup | None) -> tuple[int, ...]:
         """The number of tokens of each rank of ``group``, whose ranks must all share the sequence.
@@ -508,7 +508,7 @@ class Sharding(Opaque):
         mesh, group = (ranks.mesh, ranks.group) if own else (self.mesh, self.group)
         tensor_size = 1
         if spec.tensor_parallel:
-            self.check_ranks(sequence_group(mesh, group, "tp_sp"))
+            self.check_ranks(sequence_group_of(mesh, group, "tp_sp"))
             tensor_size, group = size_of(ranks.tensor), None
         replicated = spec.strategy == REPLICATED
         if spec.tensor_parallel and spec.strategy == "local":
@@ -518,11 +518,11 @@ class Sharding(Opaque):
                 "context_parallel" if replicated else spec.strategy, mesh, group, dict(spec.strategy_options)
             )
         if not spec.tensor_parallel:
-            self.check_ranks(placement.sequence)
+            self.check_ranks(placement.sequence_group)
         degrees = size_of(placement.ring), size_of(placement.ulysses), tensor_size
         tokens = TokenLayout(self.seq_len, self.layout, *degrees, replicated)
         if replicated:  # nothing is sent
-            return Placement(placement.sequence, tokens=tokens)
+            return Placement(placement.sequence_group, tokens=tokens)
         return replace(placement, tokens=tokens)
 
     def __eq__(self, other: object) -> bool:
@@ -718,7 +718,7 @@ def resolve_sequence_group(
         check_choice("strategy", strategy, (*STRATEGIES, "tp_sp"))
     if strategy == "local" and mesh is None and group is None:
         return None
-    return sequence_group(mesh, group, strategy)
+    return sequence_group_of(mesh, group, strategy)
 
 
 def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:

@@ -89,7 +89,7 @@ class AttentionSpec(Opaque):
 
 
 @lru_cache(maxsize=256)
-def checksum(spec: AttentionSpec) -> int:
+def spec_checksum(spec: AttentionSpec) -> int:
     """A checksum of what the ranks of a call must agree on. The backends may differ from rank to rank."""
     return zlib.crc32(repr(spec.having(backend="auto", deterministic=False, returns_saved=False)).encode())
 

@@ -18,7 +18,7 @@ from ..placement.heads import Heads, kv_index
 from ..placement.placement import Placement
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Program, Step
-from ..sharding.spec import AttentionSpec, checksum
+from ..sharding.spec import AttentionSpec, spec_checksum
 from .latent import LatentKeys
 from .local import Kernel
 from .transfers import GradientReduce, Transfers, take_heads
@@ -77,8 +77,8 @@ class AttentionCall:
         if not self.placement.sends:
             return nullcontext()
         (batch, _, heads, dim), (_, _, kv_heads, _), (_, _, _, v_dim) = shapes
-        what = batch, heads, dim, kv_heads, v_dim, dtype.itemsize, self.plan.checksum, checksum(self.spec)
-        return call(self.placement.sequence, direction, *what)
+        what = batch, heads, dim, kv_heads, v_dim, dtype.itemsize, self.plan.checksum, spec_checksum(self.spec)
+        return call(self.placement.sequence_group, direction, *what)
 
     def kernel(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Heads | None = None, *, lse_gradient: bool = False

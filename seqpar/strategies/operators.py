@@ -340,7 +340,7 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     """
     placement = sharding.place(spec, ranks)
     if placement.tokens.replicated:
-        return placement.tokens.together().rank_positions(0)
+        return placement.tokens.all_gathered().rank_positions(0)
     return placement.tokens.rank_positions(placement.rank)
 
 

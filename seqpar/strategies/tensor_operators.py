@@ -91,7 +91,7 @@ def _make_chunks(
         layout, rank = placement.tokens, placement.rank
         replicated = layout.replicated
         if replicated:
-            group, layout, rank = placement.sequence, layout.together(), 0
+            group, layout, rank = placement.sequence_group, layout.all_gathered(), 0
         rows = rows_of_sharding(layout, rank, device)
     return SequenceChunks(group, rows, options.overlap, float32_gradients=replicated)
 

@@ -18,7 +18,7 @@ from seqpar.placement.balanced import _Pairs, balanced_layout
 from seqpar.placement.layout import CPU, LAYOUTS, Layout, TokenLayout, shard_length, shard_positions, shard_ranges
 from seqpar.planner.mixes import document_mix
 from seqpar.ranks import mesh as mesh_module
-from seqpar.ranks.mesh import sequence_group
+from seqpar.ranks.mesh import sequence_group_of
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.sharding.report import report
 from seqpar.sharding.sharding import WorkerSharding
@@ -183,7 +183,7 @@ def test_holders_of_a_document_share_hosts() -> None:
 def test_ranks_that_share_tokens() -> None:
     """With an all-to-all, its ranks have equal pairs together, and equally many tokens each."""
     mask, seq_len = Mask.documents(documents(2, 32768)), 32768
-    layout = balanced_layout(mask, seq_len, 8, together=2)
+    layout = balanced_layout(mask, seq_len, 8, ulysses=2)
     _, pairs = shares(mask, seq_len, 8, layout)
     tokens, _ = shares(mask, seq_len, 8, layout)
     assert pairs.view(4, 2).mean(1).max() <= 1.02 and tokens.max() <= 1.02
@@ -194,7 +194,7 @@ def layouts(group: ProcessGroup, edges: list[int]) -> list[tuple[str, list[int]]
     """The layouts of equal arguments, and this rank's positions: of the ranks alone, of a group and of a mesh, while
     the hosts are unknown and known, and after attention."""
     mask, mesh, found = Mask.documents(edges), mesh_of(2, 2, 2, 1), []
-    sequence = sequence_group(mesh)
+    sequence = sequence_group_of(mesh)
     assert sequence is not None
     rank = sequence.rank()
 

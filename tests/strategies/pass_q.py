@@ -20,7 +20,7 @@ from seqpar.comm.collectives import all_gather, start_all_to_all, sum_shards
 from seqpar.kernels.base import Grads, OutputGrad, accumulator, merge_, row_delta
 from seqpar.placement.placement import Placement
 from seqpar.placement.strategies import STRATEGIES, Strategy
-from seqpar.ranks.mesh import sequence_group
+from seqpar.ranks.mesh import sequence_group_of
 from seqpar.strategies.algorithm import Algorithm, AttentionGradients, Shapes
 from seqpar.strategies.algorithms import ALGORITHMS
 from seqpar.strategies.call import AttentionCall
@@ -28,8 +28,8 @@ from seqpar.strategies.local import Kernel, Seen
 
 
 def place(mesh: DeviceMesh | None, group: ProcessGroup | None) -> Placement:
-    group = sequence_group(mesh, group)
-    return Placement(sequence=group, ring=group, algorithm="pass-Q")
+    group = sequence_group_of(mesh, group)
+    return Placement(sequence_group=group, ring=group, algorithm="pass-Q")
 
 
 class PassQ(Algorithm):
@@ -64,7 +64,7 @@ class PassQ(Algorithm):
         for dq, seen, q_rank, *output, lse_rank, delta in zip(dqs, _seen(call, kernel, q), *by_tensor, strict=True):
             statistics = (x.transpose(1, 2).contiguous() for x in (lse_rank, delta))
             kernel.backward(q_rank, k, v, OutputGrad(*output, *statistics), seen, Grads(dq, dk, dv))
-        group = call.placement.sequence
+        group = call.placement.sequence_group
         dq = dqs[0] if group is None else sum_shards(dqs, 1, group)
         return dq, dk, dv, kernel.dsinks(own)
 
@@ -77,7 +77,7 @@ def _lengths(call: AttentionCall) -> list[int]:
 def _of_ranks(call: AttentionCall, x: Tensor) -> Sequence[Tensor]:
     """The tensors ``x [b, s, ...]`` of all ranks."""
     lengths = _lengths(call)
-    return [y.contiguous() for y in all_gather(x, lengths, 1, call.placement.sequence).split(lengths, 1)]
+    return [y.contiguous() for y in all_gather(x, lengths, 1, call.placement.sequence_group).split(lengths, 1)]
 
 
 def _seen(call: AttentionCall, kernel: Kernel, q: Tensor) -> Iterator[Seen]:

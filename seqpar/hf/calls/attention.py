@@ -109,7 +109,7 @@ def attention_forward(
         return attend_to_chosen(module, q, latents, rotated, indices, s_aux, of_layer, seqpar, scale, options), None
     if has_latent_kv(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1:
-            weight = latent_weight(module, query.shape[1], key, patch.ulysses_ranks)
+            weight = latent_weight(module, query.shape[1], key, patch.ulysses)
         if weight is None:
             key, value = expand(module, key, value)
     query, key, value = _same_dtype(query, key, value)

@@ -82,7 +82,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if not patch.sharded:
         return args, kwargs
     _check_unchanged(model)
-    refuse_shards(model, patch.group)  # weights may have been sharded since ``parallelize``
+    refuse_shards(model, patch.sequence_group)  # weights may have been sharded since ``parallelize``
     _check_wrapper(model, patch)
     watch_head(model, patch)
     _read_scores_last(model)

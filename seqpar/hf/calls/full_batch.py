@@ -129,7 +129,7 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     else:
         compares = bool(every) and call % every == 0
     if compares:
-        local = shard_over(patch.group, patch.cut, batch)
+        local = shard_over(patch.sequence_group, patch.cut, batch)
         patch.seed = local["seqpar"].seed
     else:
         local = shard_for_rank(batch, patch.cut, patch.rank, seed=patch.seed)
@@ -154,11 +154,11 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
         named["logits"] = MissingLogits()
     if outputs != "local" or full_call.last is not None:
         named = {name: _gather(name, x, full_call, patch) for name, x in named.items()}
-        named = finish(named, full_call, forward.model)
+        named = finish_call(named, full_call, forward.model)
     return type(output)(**named)
 
 
-def finish(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, Any]:
+def finish_call(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, Any]:
     """The outputs that ``model`` returns on one device, from the outputs of all tokens."""
     if full_call.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})

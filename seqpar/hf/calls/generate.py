@@ -22,7 +22,7 @@ from ...kernels.base import Score
 from ...masks.mask import Mask, layer_mask
 from ...placement.heads import Heads
 from ...sharding.spec import AttentionSpec
-from ..batch import checksum
+from ..batch import batch_checksum
 from ..inspection.support import cache_of, parameters_of, recomputes
 from ..mechanisms.key_values import storing_layer
 from ..state import DecodeShard, FullCall, Patch
@@ -96,9 +96,9 @@ def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int,
             is_token = attention_mask != 0
             if attention_mask.dim() == 2 and bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
                 raise ValueError("attention_mask: it has padding after tokens; put a prompt's padding on the left")
-        return _TokensHeader(past, Fingerprint(checksum({"tokens": tokens})))
+        return _TokensHeader(past, Fingerprint(batch_checksum({"tokens": tokens})))
 
-    if len(set(all_gather_header(header, patch.group))) > 1:
+    if len(set(all_gather_header(header, patch.sequence_group))) > 1:
         raise ValueError(
             "input_ids: the ranks of the sequence group passed different tokens; give all ranks the same prompt, and "
             "set the same seed on all of them (torch.manual_seed) before sampling"
@@ -267,4 +267,6 @@ def decode(
     assert spec.softmax_scale is not None and spec.layer_mask is not None
     score = Score(spec.softmax_scale, spec.softcap, spec.slopes(heads, q.device), sinks)
     cached, mask = (k, v, positions), layer_mask(shard.mask, *spec.layer_mask)
-    return attend_to_cached(q, cached, shard.start, mask, heads, score, patch.group, spec.backend, shard.intervals)
+    return attend_to_cached(
+        q, cached, shard.start, mask, heads, score, patch.sequence_group, spec.backend, shard.intervals
+    )

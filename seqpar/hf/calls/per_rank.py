@@ -32,7 +32,7 @@ from ..inspection.support import parameters_of
 from ..losses.logits import MissingLogits
 from ..mechanisms.key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
 from ..state import NAME, FullCall, Patch
-from .full_batch import PER_TOKEN, finish, generates, has_more_than_text, has_streams, merges, shard_call
+from .full_batch import PER_TOKEN, finish_call, generates, has_more_than_text, has_streams, merges, shard_call
 
 # Scalar outputs. Each rank computes the part of its own tokens; the output is the sum of the ranks' parts.
 _PARTIAL_SUMS = ("loss", "aux_loss")
@@ -40,7 +40,7 @@ _PLAIN = (bool, int, float, str)
 
 
 @no_compile
-def call(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_with_all_batches(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run the model on the batches of all ranks, and return the output of this rank's batch.
 
     All ranks of the sequence call the model with their own batches. ``batch`` and ``seq`` may differ between the ranks.
@@ -59,7 +59,7 @@ def call(model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) ->
             )
         with on_this_rank(patch):
             return original(**kwargs)
-    group = patch.group
+    group = patch.sequence_group
     if group is None or patch.ranks == 1:
         return original(**kwargs)
     recomputes = torch.is_grad_enabled()
@@ -223,7 +223,7 @@ def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any
         x = parts[patch.rank - ranks]
         places = _places(name, local_call)
         shapes += [x.shape] * ranks if places is None else [(len(x), len(p), *x.shape[2:]) for p in places]
-    received = _ExchangeOutputs.apply(shapes, patch.group, *parts)
+    received = _ExchangeOutputs.apply(shapes, patch.sequence_group, *parts)
     named = {name: list(x) if isinstance(x, tuple | list) else x for name, x in local_output.items()}
     for k, (name, i) in enumerate(keys):
         pieces, places = received[k * ranks : (k + 1) * ranks], _places(name, local_call)
@@ -239,7 +239,7 @@ def _exchange_outputs(outputs: list[Any], full_calls: list[FullCall], model: Any
         else:
             named[name][i] = y
     named = {name: tuple(x) if isinstance(x, list) else x for name, x in named.items()}
-    return type(local_output)(**finish(named, local_call, model))
+    return type(local_output)(**finish_call(named, local_call, model))
 
 
 def _places(name: str, full_call: FullCall) -> tuple[Tensor, ...] | None:

@@ -81,7 +81,7 @@ def choose_own_tokens(root: nn.Module, check: Callable[[Tensor, nn.Module], None
                 "another way, such as by keys pooled over runs of tokens; such an indexer cannot be sharded"
             ) from error
         check(keys, indexer)
-        return own_token(batch, tokens)
+        return own_token_indices(batch, tokens)
 
     for layer in filter(has_indexer, root.modules()):
         vars(layer.indexer)["forward"] = MethodType(choose, layer.indexer)
@@ -90,7 +90,7 @@ def choose_own_tokens(root: nn.Module, check: Callable[[Tensor, nn.Module], None
         )
 
 
-def own_token(batch: int, tokens: int) -> Tensor:
+def own_token_indices(batch: int, tokens: int) -> Tensor:
     """What an indexer returns that chooses each token for itself: int32 ``[b, s, 1]``."""
     return torch.arange(tokens, dtype=torch.int32, device="cpu")[None, :, None].expand(batch, -1, -1)
 
@@ -102,5 +102,5 @@ def check_indices(layer: nn.Module, indices: Tensor | None, tokens: int) -> None
             raise UnsupportedIndexerError(
                 "has an indexer, but does not pass the chosen keys to its attention as indices"
             )
-    elif not torch.equal(indices.cpu(), own_token(indices.shape[0], tokens)):
+    elif not torch.equal(indices.cpu(), own_token_indices(indices.shape[0], tokens)):
         raise UnsupportedIndexerError("attends to other keys than those that an indexer has chosen")

@@ -250,7 +250,7 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
 
 def _sum_over_ranks(local_loss: Tensor, patch: Patch) -> Tensor:
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
-    return local_loss if patch.settings.batches == "per_rank" else _sum_over(local_loss, patch.group, patch)
+    return local_loss if patch.settings.batches == "per_rank" else _sum_over(local_loss, patch.sequence_group, patch)
 
 
 def _sum_over(x: Tensor, group: ProcessGroup | None, patch: Patch) -> Tensor:
@@ -273,8 +273,8 @@ def all_gather_tokens(x: Tensor, places: tuple[Tensor, ...], patch: Patch) -> Te
     """
     if patch.ranks == 1:
         return x
-    assert patch.group is not None
-    full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.group)
+    assert patch.sequence_group is not None
+    full: Tensor = _AllGatherTokens.apply(x, places, patch.rank, patch.sequence_group)
     return full
 
 
@@ -323,8 +323,8 @@ def _sharded_router_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         counts, probability, tokens = _router_sums(gate_logits, num_experts, top_k, shard.valid)
         patch = forward.patch
         sums = torch.cat([counts, tokens])  # [num_experts + 1]
-        if patch.group is not None and patch.ranks > 1:
-            run(dist.all_reduce, sums, group=patch.group)
+        if patch.sequence_group is not None and patch.ranks > 1:
+            run(dist.all_reduce, sums, group=patch.sequence_group)
         counts, tokens = sums[:-1], sums[-1]  # now summed over all ranks
         # The loss is linear in the probabilities. The part of it with this rank's probabilities therefore has this
         # rank's partial gradient, and the parts of all ranks sum to the loss.

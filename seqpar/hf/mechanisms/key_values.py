@@ -82,15 +82,15 @@ def recorded_expansion(layer: nn.Module, record: Callable[[nn.Module, Tensor, Te
         yield
 
 
-def latent_weight(layer: nn.Module, heads: int, latents: Tensor, copies: int) -> Tensor | None:
+def latent_weight(layer: nn.Module, heads: int, latents: Tensor, ulysses: int) -> Tensor | None:
     """The weight with which ``seqpar.attention`` expands latents: ``[heads, nope + v_head_dim, width]``.
 
     None if keys and values should be sent instead: the projection is no plain linear layer (LoRA's is not), or the
-    latents of ``copies`` ranks, all of which an all-to-all sends to each rank, are no smaller than keys and values.
+    latents of ``ulysses`` ranks, all of which an all-to-all sends to each rank, are no smaller than keys and values.
     """
     sizes: Any = layer
     per_head = sizes.qk_nope_head_dim + sizes.v_head_dim
-    if (sizes.kv_lora_rank + sizes.qk_rope_head_dim) * copies >= heads * (per_head + sizes.qk_rope_head_dim):
+    if (sizes.kv_lora_rank + sizes.qk_rope_head_dim) * ulysses >= heads * (per_head + sizes.qk_rope_head_dim):
         return None
     return plain_weight(layer, heads, latents)
 

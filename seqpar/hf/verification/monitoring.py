@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ...base.settings import number
 from ...patching.forwards import function_of
-from ...verification import Difference, VerificationError, VerificationReport, exchange, tolerance_of
+from ...verification import Difference, VerificationError, VerificationReport, all_gather_values, tolerance_of
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..inspection.support import parameters_of
 from ..state import Patch
@@ -91,7 +91,7 @@ class _Monitor:
         """Compare the gradients that the optimizer is about to use."""
         parameters = unsharded_parameters(self.root).items()
         norms = {n: float(p.grad.detach().double().norm()) for n, p in parameters if p.grad is not None}
-        by_rank, tolerance = exchange(norms, self.patch.group), tolerance_of(self.root)
+        by_rank, tolerance = all_gather_values(norms, self.patch.sequence_group), tolerance_of(self.root)
         for name in dict.fromkeys(name for rank in by_rank for name in rank):
             norm = [rank.get(name, 0.0) for rank in by_rank]
             if (error := (max(norm) - min(norm)) / max(*norm, 1e-30)) > tolerance:

@@ -30,14 +30,14 @@ from ...verification import (
     Difference,
     VerificationError,
     VerificationReport,
+    all_gather_values,
     compare_gradients,
-    exchange,
     loss_difference,
     run_step,
     tolerance_of,
     trainable,
 )
-from ..batch import checksum
+from ..batch import batch_checksum
 from ..inspection.support import attention_layers
 from ..inspection.trial import attend_to_own_token
 from ..losses.loss import reduce_over_ranks
@@ -123,11 +123,11 @@ def verify(
     if tolerance is not None:
         check_number("tolerance", tolerance)
     with ExitStack() as stack:
-        stack.enter_context(deadline(patch.group, deadline_s))
+        stack.enter_context(deadline(patch.sequence_group, deadline_s))
         stack.enter_context(evaluated(model))
         shared = replace(patch.settings, batches="shared")
         stack.enter_context(
-            replaced(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.group)
+            replaced(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.sequence_group)
         )
         report = _Verification(model, root, patch, batch, tolerance, ignore).report(shard, sync)
     if raise_on_error and not report.ok:
@@ -162,7 +162,7 @@ class _Verification:
             self.batch = FullBatch(batch, patch, root)
             return _VerifyHeader(self.batch.seq_len)
 
-        all_gather_header(header, patch.group)  # raises on every rank if the batch of one rank has an error
+        all_gather_header(header, patch.sequence_group)  # raises on every rank if the batch of one rank has an error
         self.apart = held_apart(model, self.ignore)
         self.unsharded = {n: p for n, p in unsharded_parameters(root).items() if p not in self.apart}
         self.tolerance = tolerance_of(root) if tolerance is None else tolerance
@@ -203,7 +203,9 @@ class _Verification:
             if not any(difference.stops for difference in differences):
                 differences += stage()
         settings = self.patch.settings
-        by_rank = exchange([settings.strategy, str(settings.layout), ours.result.loss], self.patch.group)
+        by_rank = all_gather_values(
+            [settings.strategy, str(settings.layout), ours.result.loss], self.patch.sequence_group
+        )
         strategy, layout, _ = by_rank[0]  # rank 0's, on every rank
         loss = sum(x for *_, x in by_rank) / self.patch.ranks
         differences.sort(key=lambda d: d.order)
@@ -212,8 +214,8 @@ class _Verification:
 
     def _compare_ranks(self) -> list[Difference]:
         path = _static_path(self.root, self.patch, self.layers, self.apart)
-        by_rank = exchange(
-            [checksum(self.batch.for_parallelized), path, _weight_sums(self.unsharded)], self.patch.group
+        by_rank = all_gather_values(
+            [batch_checksum(self.batch.for_parallelized), path, _weight_sums(self.unsharded)], self.patch.sequence_group
         )
         batches, paths, weights = zip(*by_rank, strict=True)
         if len(set(batches)) > 1:
@@ -240,7 +242,7 @@ class _Verification:
                 raise
             message = f"{type(error).__name__}: {error}"
         calls = [f"{call.layer} by {call.implementation!r} on {call.description}" for call in run.calls]
-        by_rank = exchange([message, *calls], self.patch.group)
+        by_rank = all_gather_values([message, *calls], self.patch.sequence_group)
         for i in range(1, max(map(len, by_rank))):
             ith_calls = [rank[i] if i < len(rank) else f"no {i}-th attention layer" for rank in by_rank]
             # A rank that raised an error has made fewer calls. That alone is not another path.
@@ -278,8 +280,8 @@ class _Verification:
             if loss.requires_grad and not alone:
                 if sync is not None:
                     sync(self.model)
-                elif not _wrapped_over(self.patch.group, self.model):
-                    sync_gradients(self.model, group=self.patch.group, ignore=self.ignore)
+                elif not _wrapped_over(self.patch.sequence_group, self.model):
+                    sync_gradients(self.model, group=self.patch.sequence_group, ignore=self.ignore)
             return loss
 
         run.result = run_step(step, self.model)
@@ -306,7 +308,7 @@ class _Verification:
         return total if alone else reduce_over_ranks(total, self.patch, self.root)
 
     def _compare(self, ours: Recording, theirs: Recording) -> list[Difference]:
-        group, tolerance = self.patch.group, self.tolerance
+        group, tolerance = self.patch.sequence_group, self.tolerance
         found = compare_inputs(ours, theirs, self.batch, self.patch)
         losses = self.patch.ranks if self.patch.settings.gradients == "mean" else 1
         found += compare_tensors(ours, theirs, self.batch, tolerance, losses)
@@ -317,7 +319,8 @@ class _Verification:
     def _merge(self, found: list[Difference]) -> list[Difference]:
         """The differences on all ranks. In forward and in backward, only the first one."""
         by_rank = [
-            [Difference(*d) for d in rank] for rank in exchange([list(astuple(d)) for d in found], self.patch.group)
+            [Difference(*d) for d in rank]
+            for rank in all_gather_values([list(astuple(d)) for d in found], self.patch.sequence_group)
         ]
         by_place: dict[tuple[int, int, str, str, str], dict[int, Difference]] = {}
         for i, rank in enumerate(by_rank):
