@@ -107,8 +107,6 @@ class BatchShard:
     # For models that predict each token itself: this rank's unshifted labels [batch, seq_local], and their
     # ``num_items``. None without labels, or if the caller set ``shift_labels``.
     in_place: tuple[Tensor, int] | None = None
-    sharding: Sharding | None = None  # set by ``Patch.place``
-    seed_on_host: Tensor | None = None  # ``seed`` as int64 [] on the CPU, set by ``Patch.place``
     # For models in which some tokens see one another in causal layers, such as the tokens of an image: ``mask`` with
     # causality, these blocks of tokens, and the layers' window. The keys are layer types, or "" for all types.
     block_masks: dict[str, Mask] = field(default_factory=dict)
@@ -139,15 +137,23 @@ class BatchShard:
             seed=(self.seed + at[0]) % 2**62 if at else self.seed,
             valid=None if self.valid is None else self.valid[at],
             in_place=None if self.in_place is None else (self.in_place[0][at], self.in_place[1]),
-            sharding=None,  # with which ``Patch.place`` also sets the seed
             rows=rows,
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "sharding": None}  # process groups cannot be pickled
-
     def __repr__(self) -> str:  # without the mask, which may have thousands of boundaries
         return f"BatchShard(tokens={self.tokens}, num_items={self.num_items})"
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class PlacedShard(BatchShard):
+    """A ``BatchShard`` over the ranks of a parallelized model, for its layers. ``Patch.place`` makes it."""
+
+    sharding: Sharding
+    seed_on_host: Tensor = field(init=False)  # ``seed`` as int64 [] on the CPU
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")
 
 
 def _flatten(shard: BatchShard) -> tuple[list[Any], BatchShard]:
@@ -162,7 +168,8 @@ def _unflatten(leaves: Iterable[Any], shard: BatchShard) -> BatchShard:
     return shard.of_rows(rows) if is_tensor else replace(shard, rows=rows)
 
 
-register_pytree_node(BatchShard, _flatten, _unflatten)
+for _shard_type in (BatchShard, PlacedShard):
+    register_pytree_node(_shard_type, _flatten, _unflatten)
 
 
 def shard_batch(

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, cast, get_args
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
@@ -26,7 +25,7 @@ from ..placement.layout import Assigned, TokenLayout
 from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions, check_options
 from ..ranks.mesh import rank_in, size_of
 from ..sharding.sharding import Sharding
-from .batch import BatchCut, BatchLayout, BatchShard
+from .batch import BatchCut, BatchLayout, BatchShard, PlacedShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config
 OWNER = "seqpar.hf"  # of the methods that are replaced
@@ -102,6 +101,7 @@ class Patch:
     known_masks: set[Any] = field(default_factory=set)  # the structures of the mask functions
     # the longest rows that each of the models can take, and its layer that could not take longer ones
     longest: list[tuple[int, str]] = field(default_factory=list)
+    last_sharding: Sharding | None = None
     implementation: str = ""  # of the model's masks before ``parallelize``, as ``masks_like`` returns it
     calls: int = 0  # with a full batch, the same on every rank
     seed: int = 0  # of attention dropout in these calls, the same on every rank
@@ -132,12 +132,16 @@ class Patch:
         return replace(cut, layers=tuple(self.layer_masks.items())) if self.layer_masks else cut
 
     def sharding(self, tokens: TokenLayout) -> Sharding:
-        strategy: Literal["local"] | None = "local" if self.sequence_group is None else None
-        return Sharding(tokens.seq_len, tokens.layout, mesh=self.mesh, group=self.group, strategy=strategy)
+        """The sharding of a batch over the ranks of the model. The last one is kept for the next batch."""
+        if self.last_sharding is None or self.last_sharding.tokens != tokens:
+            strategy: Literal["local"] | None = "local" if self.sequence_group is None else None
+            where: Any = {"mesh": self.mesh, "group": self.group, "strategy": strategy}
+            self.last_sharding = Sharding(tokens.seq_len, tokens.layout, **where)
+        return self.last_sharding
 
     @no_compile
-    def place(self, shard: BatchShard) -> None:
-        """Set ``shard.sharding`` and ``shard.seed_on_host``, which the attention layers read."""
+    def place(self, shard: BatchShard) -> PlacedShard:
+        """``shard`` over the ranks of the model, after checking that it was cut for this model."""
         layout, tokens = self.settings.layout, shard.tokens
         # A balanced batch may have a layout with a name. An Assigned layout lists each rank's tokens.
         same = layout in ("balanced", tokens.layout) or isinstance(tokens.layout, Assigned)
@@ -153,9 +157,8 @@ class Patch:
                     f"output in rows of more than {longest} tokens, and a rank has only some of them; use shorter "
                     "rows, or compute it from position_ids"
                 )
-        if shard.sharding is None:
-            shard.sharding = self.sharding(tokens)
-            shard.seed_on_host = torch.tensor(shard.seed, dtype=torch.int64, device="cpu")
+        values = {x.name: getattr(shard, x.name) for x in fields(BatchShard) if x.init}
+        return PlacedShard(**values, sharding=self.sharding(tokens))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # process groups cannot be copied; a copy of the model uses the same groups
@@ -210,7 +213,7 @@ class Forward:
 
     model: nn.Module
     patch: Patch
-    shard: BatchShard | DecodeShard | None  # None until a hook has set it
+    shard: PlacedShard | DecodeShard | None  # None until a hook has set it
     wants_loss: bool = False  # whether the caller passed labels
     full_call: FullCall | None = None  # if the caller passed a full batch
     positions: Tensor | None = None  # int64 [seq_local], this rank's positions, until the text model shards its input
@@ -222,9 +225,9 @@ class Forward:
     targets: Tensor | None = None  # this rank's shifted labels, if the caller wants log-probabilities, not a loss
 
     @property
-    def batch_shard(self) -> BatchShard | None:
+    def batch_shard(self) -> PlacedShard | None:
         """``shard`` in a forward on a sharded sequence; None in a decoding step."""
-        return self.shard if isinstance(self.shard, BatchShard) else None
+        return self.shard if isinstance(self.shard, PlacedShard) else None
 
 
 # A forward of a parallelized model may call another parallelized model.

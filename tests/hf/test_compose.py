@@ -378,10 +378,10 @@ def rows_of_documents(count: int, length: int) -> Batch:
 
 
 @on_ranks
-def pipelined(group: ProcessGroup, batch: Batch, expected: Result) -> None:
+def pipelined(group: ProcessGroup, kind: str, batch: Batch, expected: Result) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "ring"))
     sequence, stages = mesh["ring"].get_group(), mesh["pp"].get_group()
-    model = seqpar.hf.parallelize(tiny("llama"), group=sequence)
+    model = seqpar.hf.parallelize(tiny(kind), group=sequence)
     first = stages.rank() == 0
     part = Stage(model, first)
     local = seqpar.hf.shard_batch(batch, group=sequence)
@@ -405,11 +405,13 @@ def pipelined(group: ProcessGroup, batch: Batch, expected: Result) -> None:
     check_gradients(ours, expected._replace(gradients={name: expected.gradients[name] for name in ours}))
 
 
-@pytest.mark.parametrize("how", ["plain", "right", "documents"])
-def test_pipeline_stages(pool: Pool, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "kind"), [("plain", "llama"), ("right", "llama"), ("documents", "llama"), ("plain", "qwen3_5")]
+)
+def test_pipeline_stages(pool: Pool, how: str, kind: str) -> None:
     """2 data-parallel replicas x 2 stages x 2 sequence ranks. Each micro-batch has its own documents or padding."""
     batch = rows_of_documents(4, 46) if how == "documents" else make_batch(how, 46, rows=4)
-    pool.run(8, pipelined, batch, one_device("llama", batch))
+    pool.run(8, pipelined, kind, batch, one_device(kind, batch))
 
 
 @on_ranks

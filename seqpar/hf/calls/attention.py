@@ -34,7 +34,7 @@ from ...base.checks import check_inputs, no_compile
 from ...masks.mask import LayerMask, Mask, layer_mask
 from ...sharding.spec import REPLICATED, AttentionSpec, constant_float, constants
 from ...strategies.attend import attend
-from ..batch import BatchShard
+from ..batch import BatchShard, PlacedShard
 from ..inspection.support import text_model
 from ..mechanisms.indexers import IndexedMask, attend_to_chosen
 from ..mechanisms.key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
@@ -97,6 +97,8 @@ def attention_forward(
             "seqpar.hf.shard_batch returns. A model whose layers do not pass **kwargs on cannot recompute them "
             "(activation checkpointing)"
         )
+    if isinstance(seqpar, BatchShard) and not isinstance(seqpar, PlacedShard):
+        seqpar = patch.place(seqpar)  # the forward runs without the hooks, as in a pipeline stage
     mask, in_layer = mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
     scaling = scale_of(patch.settings, scaling, name)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -129,10 +131,7 @@ def attention_forward(
     )
     if isinstance(seqpar, DecodeShard):
         return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
-    if seqpar.sharding is None:  # the forward runs without the hooks, as in a pipeline stage
-        patch.place(seqpar)
     sharding, seed = seqpar.sharding, None
-    assert sharding is not None and seqpar.seed_on_host is not None
     if dropout:
         # The odd multiplier spreads the layers' indices over 32 bits.
         seed = (seqpar.seed_on_host + (getattr(module, "layer_idx", None) or 0) * 0x9E3779B1) % 2**62

@@ -24,6 +24,7 @@ from ...layers.gradients import refuse_shards
 from ...masks.rules import Documents
 from ...memory.zero import is_hook_of_zero_3
 from ...patching.forwards import replace_forward, replaced_by, restore_forward
+from ..batch import BatchShard
 from ..inspection.support import (
     cache_of,
     check_adapters,
@@ -111,6 +112,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         kwargs, forward.full_call = shard_call(model, kwargs, has_images)
     if has_images and forward.full_call is not None:
         forward.positions = forward.full_call.tokens[patch.rank]
+    if isinstance(kwargs["seqpar"], BatchShard):
+        kwargs["seqpar"] = patch.place(kwargs["seqpar"])
     forward.shard = kwargs["seqpar"]
     if forward.batch_shard is not None:
         _prepare(forward, kwargs, parameters, wants_log_probs)
@@ -130,7 +133,6 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
             "transformers starts a document there, and otherwise it does not; pass an attention_mask of ones if "
             "the row is one document, or the boundaries of its documents as cu_seq_lens"
         )
-    patch.place(shard)
     if patch.has_mixers and any(isinstance(rule, Documents) for rule in shard.mask.rules):
         _say_documents_are_apart(type(model).__name__)
     if labels is not None:

@@ -40,7 +40,7 @@ from ...patching.running import Running
 from ...placement.layout import TokenLayout
 from ...sharding.sharding import Sharding
 from ...sharding.shards import local_shard
-from ..batch import BatchShard
+from ..batch import BatchShard, PlacedShard
 from ..state import OWNER, Patch
 from .key_values import has_expansion, plain_weight
 
@@ -56,7 +56,7 @@ def has_indexer(layer: nn.Module) -> bool:
 class IndexedMask:
     """What a layer with an indexer gets as its attention mask, and the indexer too. In the trial run it is empty."""
 
-    shard: BatchShard | None = None
+    shard: PlacedShard | None = None
     mask: Mask | None = None  # of the layer
 
     def __getitem__(self, index: Any) -> IndexedMask:
@@ -130,9 +130,8 @@ def _before(patch: Patch, mask_of: MaskOf) -> Callable[..., Any]:
         shard = kwargs.get("seqpar")
         if not isinstance(shard, BatchShard):
             return None
-        if shard.sharding is None:
-            patch.place(shard)
-        return args, {**kwargs, "attention_mask": IndexedMask(shard, mask_of(layer, shard))}
+        placed = shard if isinstance(shard, PlacedShard) else patch.place(shard)
+        return args, {**kwargs, "attention_mask": IndexedMask(placed, mask_of(layer, placed))}
 
     return before
 
@@ -147,7 +146,7 @@ def _choose(indexer: nn.Module, forward: Callable[..., Tensor], *args: Any, **kw
     with indexers(indexer):
         if given is None:
             return forward(*args, **kwargs)
-        assert given.shard is not None and given.shard.sharding is not None and given.mask is not None
+        assert given.shard is not None and given.mask is not None
         with torch.no_grad():
             return _choose_globally(indexer, (args, kwargs), given.shard.mask, given.mask, given.shard.sharding)
 
@@ -203,7 +202,7 @@ def attend_to_chosen(
     indices: Tensor,  # [b, s, k], of the full sequence; -1 for none
     sinks: Tensor | None,  # [h]
     mask: tuple[Mask, LayerMask],
-    shard: Any,  # a BatchShard, because generation is refused
+    shard: Any,  # a PlacedShard, because generation is refused
     scale: float,
     options: dict[str, Any],
 ) -> Tensor:

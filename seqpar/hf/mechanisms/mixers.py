@@ -27,7 +27,7 @@ from ...patching.replaced import replaced, replaced_in
 from ...patching.running import Running
 from ...sharding.sharding import Sharding
 from ...strategies.auto import sends_halo, sends_states
-from ..batch import BatchShard
+from ..batch import BatchShard, PlacedShard
 from ..state import Patch, forwards
 
 Original = Callable[..., Any]
@@ -363,7 +363,7 @@ class _Alone(NamedTuple):
 
 
 # Of the layers that are running: the shard; None in a model that runs on this rank alone.
-_running: Running[BatchShard | _Alone | None] = Running()
+_running: Running[PlacedShard | _Alone | None] = Running()
 
 
 def documents_apart(documents: Tensor) -> AbstractContextManager[None]:
@@ -406,6 +406,8 @@ def _before(patch: Patch) -> Callable[..., None]:
                 "get the argument seqpar, so that it is not known which tokens this rank holds; call the whole model, "
                 "and recompute activations by model.activation_checkpointing_enable() only"
             )
+        if isinstance(shard, BatchShard) and not isinstance(shard, PlacedShard):
+            shard = patch.place(shard)  # as in a pipeline stage, whose forward runs without the hooks
         _running.push(shard, module)
         if "_gradient_checkpointing_func" in vars(module):
             _running.recomputed((module,), patch.undo)
