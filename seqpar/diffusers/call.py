@@ -251,7 +251,7 @@ class CallMode(SdpaMode):
     def attend(self, sdpa_call: SdpaCall) -> Tensor:
         if not self.is_sharded():
             return sdpa_call.original()
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = sdpa_call
+        query, key, value, attn_mask, _, is_causal, *_ = sdpa_call
         name, module, streams = self.modules[-1]
         if skips_scores(module) and query.shape[2] == value.shape[2]:
             return value
@@ -279,18 +279,8 @@ class CallMode(SdpaMode):
         mask, order = call.mask(streams, masked)
         if order != streams:
             query, key, value = (_reorder(x, streams, order, call) for x in (query, key, value))  # [b, h, s, d]
-        out = sdpa(
-            query,
-            key,
-            value,
-            None if masked else attn_mask,
-            dropout_p,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            sharding=call.sharding(order),
-            mask=mask,
-            **call.shared.options,
-        )
+        here = sdpa_call._replace(query=query, key=key, value=value, attn_mask=None if masked else attn_mask)
+        out = sdpa(*here, sharding=call.sharding(order), mask=mask, **call.shared.options)
         return out if order == streams else _reorder(out, order, streams, call)
 
 

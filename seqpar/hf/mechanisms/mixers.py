@@ -86,18 +86,13 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """query, key ``[b, t, n, d]``, value ``[b, t, h, e]``, g ``[b, t, h]`` or ``[b, t, h, d]``, beta ``[b, t, h]``."""
     _check_no_state(initial_state, output_final_state)
-    per_head = g.dim() == 3
+    per_head, rule = g.dim() == 3, partial(original, chunk_size=chunk_size, **kwargs)
 
-    def of_heads(heads: slice, v: Tensor, decay: Tensor, b: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        decay = decay[..., 0] if per_head else decay
-        out: Tensor = original(q, k, v, g=decay, beta=b[..., 0], chunk_size=chunk_size, **kwargs)[0]
-        return out
+    def of_heads(heads: slice, v: Tensor, decay: Tensor, b: Tensor, q: Tensor, k: Tensor) -> Any:
+        return rule(q, k, v, g=decay[..., 0] if per_head else decay, beta=b[..., 0])[0]
 
-    def of_runs(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> tuple[Any, Any]:
-        found: tuple[Any, Any] = original(
-            q, k, v, g=decay, beta=b, chunk_size=chunk_size, initial_state=state, output_final_state=True, **kwargs
-        )
-        return found
+    def of_runs(state: Tensor | None, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> Any:
+        return rule(q, k, v, g=decay, beta=b, initial_state=state, output_final_state=True)
 
     def identity(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, b: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         (r, _, h), d = v.shape[:3], k.shape[3]
@@ -166,22 +161,14 @@ def _mamba2(
     _check_no_state(initial_states, return_final_states)
     if z is not None:
         raise ValueError("z: the scan of a sharded sequence takes no gate; apply the gate after the scan")
+    scan = partial(original, chunk_size=chunk_size, dt_softplus=dt_softplus, dt_limit=dt_limit, **kwargs)
 
-    def of_heads(heads: slice, y: Tensor, step: Tensor, *groups: Tensor) -> Tensor:
-        weights = {"D": D, "dt_bias": dt_bias}
-        weights = {name: w if w is None else w[heads] for name, w in weights.items()}
-        out: Tensor = original(
-            y, step[..., 0], A[heads], *groups, chunk_size=chunk_size, dt_softplus=dt_softplus, dt_limit=dt_limit,
-            **weights, **kwargs,
-        )  # fmt: skip
-        return out
+    def of_heads(heads: slice, y: Tensor, step: Tensor, *groups: Tensor) -> Any:
+        weights = {name: w if w is None else w[heads] for name, w in (("D", D), ("dt_bias", dt_bias))}
+        return scan(y, step[..., 0], A[heads], *groups, **weights)
 
-    def of_runs(state: Tensor | None, y: Tensor, step: Tensor, *groups: Tensor) -> tuple[Any, Any]:
-        found: tuple[Any, Any] = original(
-            y, step, A, *groups, chunk_size=chunk_size, D=D, dt_bias=dt_bias, initial_states=state,
-            dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True, **kwargs,
-        )  # fmt: skip
-        return found
+    def of_runs(state: Tensor | None, y: Tensor, step: Tensor, *groups: Tensor) -> Any:
+        return scan(y, step, A, *groups, D=D, dt_bias=dt_bias, initial_states=state, return_final_states=True)
 
     def identity(y: Tensor, step: Tensor, *groups: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         state = torch.ones(y.shape[0], *y.shape[2:], groups[0].shape[3], dtype=torch.float32, device=y.device)
