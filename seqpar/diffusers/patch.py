@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..base.checks import no_compile
 from ..comm.collectives import all_reduce
-from ..layers.gradients import refuse_shards
+from ..layers.holders import refuse_shards
 from ..patching.forwards import replace_forward
 from ..placement.strategies import StrategyName
 from ..ranks.mesh import size_of

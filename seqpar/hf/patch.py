@@ -16,7 +16,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from ..kernels import BackendName
-from ..layers.gradients import refuse_shards
+from ..layers.holders import refuse_shards
 from ..layers.loss import Gradients
 from ..memory import Memory
 from ..memory import restore as restore_memory

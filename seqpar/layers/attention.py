@@ -46,7 +46,7 @@ from ..strategies.auto import named
 from ..strategies.autograd import any_needs_gradient, gradient_state, with_gradient
 from ..strategies.tensor_operators import ShardedTokens, all_gather_positions
 from .arguments import check_heads, check_positions, check_rope
-from .gradients import refuse_shards
+from .holders import refuse_shards
 from .rotary import RotaryEmbedding, rotary_length
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..layers.gradients import tensor_parallel_parameters
+from ..layers.holders import tensor_parallel_parameters
 from ..placement.layout import chunk_range
 from ..placement.placement import ParallelContext
 from ..ranks.mesh import size_of
@@ -41,7 +41,7 @@ class WeightPart(NamedTuple):
 class ShardedWeights(nn.Module):
     """A module whose own parameters are DTensors over the tensor-parallel ranks, unless there is one rank."""
 
-    # By name of a DTensor parameter. None: this rank computes with all that it holds. ``layers/gradients.py`` reads it.
+    # By name of a DTensor parameter. None: this rank computes with all that it holds. ``layers/holders.py`` reads it.
     tensor_parallel_parts: Mapping[str, WeightPart | None] = MappingProxyType({})
 
     def distribute(self, ranks: ParallelContext, **splits: int | WeightPart | None) -> None:

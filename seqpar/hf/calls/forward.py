@@ -20,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...base.checks import no_compile
-from ...layers.gradients import refuse_shards
+from ...layers.holders import refuse_shards
 from ...masks.rules import Documents
 from ...memory.zero import is_hook_of_zero_3
 from ...patching.forwards import replace_forward, replaced_by, restore_forward

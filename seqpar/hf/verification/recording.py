@@ -24,7 +24,7 @@ from transformers.masking_utils import (
 )
 
 from ...comm.communicator import existing_communicators
-from ...layers.gradients import is_flattened
+from ...layers.holders import is_flattened
 from ...patching.replaced import replaced
 from ...ranks.rendezvous import group_timeout
 from ...verification import StepResult, unchanged

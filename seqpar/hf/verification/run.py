@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from ...base.checks import check_number
 from ...comm.handshake import all_gather_header
-from ...layers.gradients import Ignored, held_apart, shard_groups, sync_gradients
+from ...layers.gradients import sync_gradients
+from ...layers.holders import Ignored, held_apart, shard_groups
 from ...patching.replaced import replaced
 from ...ranks.mesh import global_ranks
 from ...verification import (
