@@ -23,7 +23,8 @@ from .placement.layout import Layout, check_layout, check_lengths, least_length
 from .placement.strategies import StrategyName
 from .ranks.mesh import sequence_group_of
 from .schedule.plan import plan_ahead
-from .sharding.sharding import Sharding, check_sharding, require_layout
+from .sharding.arguments import check_sharding, require_layout
+from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec, attention_spec
 from .strategies.attend import attend
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype

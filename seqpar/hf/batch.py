@@ -26,7 +26,9 @@ from ..placement.balanced import balanced_layout
 from ..placement.layout import LAYOUT_WORDS, Assigned, LayoutWord, TokenLayout, check_layout, shard_length
 from ..ranks.mesh import rank_in, sequence_group_of, size_of, ulysses_size
 from ..ranks.processes import check_own_process
-from ..sharding.sharding import Sharding, WorkerSharding, check_sharding
+from ..sharding.arguments import check_sharding
+from ..sharding.sharding import Sharding
+from ..sharding.worker import WorkerSharding
 
 IGNORE_INDEX = -100
 # The names of document boundaries in the batches of various collate functions.

@@ -37,8 +37,8 @@ from ..placement.layout import Layout, check_layout, check_lengths, least_length
 from ..placement.placement import ParallelContext
 from ..placement.strategies import COMMS, STRATEGIES, check_options
 from ..schedule.plan import plan_ahead
-from ..sharding.functions import layout_of
-from ..sharding.sharding import Sharding, check_sharding, require_layout, resolve_sequence_group
+from ..sharding.arguments import check_sharding, layout_of, require_layout
+from ..sharding.sharding import Sharding, resolve_sequence_group
 from ..sharding.spec import AttentionSpec, constants
 from ..strategies import operators
 from ..strategies.attend import attend

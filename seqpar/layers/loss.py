@@ -18,7 +18,8 @@ from ..comm.collectives import all_gather, all_reduce
 from ..comm.handshake import all_gather_header, check_same
 from ..comm.waiting import operation
 from ..ranks.mesh import size_of, tensor_group
-from ..sharding.sharding import Sharding, check_sharding
+from ..sharding.arguments import check_sharding
+from ..sharding.sharding import Sharding
 from ..strategies.gemm import sum_dtype
 
 Gradients = Literal["mean", "sum"]

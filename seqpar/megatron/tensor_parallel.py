@@ -28,7 +28,8 @@ from ..placement.heads import Heads
 from ..placement.placement import ParallelContext
 from ..placement.strategies import STRATEGIES, check_options, resolve
 from ..ranks.mesh import context_group, rank_in, size_of
-from ..sharding.sharding import Sharding, check_sharding
+from ..sharding.arguments import check_sharding
+from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
 from ..strategies.autograd import with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap

@@ -17,7 +17,8 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from ..base.checks import check_choice, check_hidden, check_int
 from ..placement.placement import ANY_RANKS, ParallelContext
 from ..ranks.mesh import size_of
-from ..sharding.sharding import Sharding, check_sharding
+from ..sharding.arguments import check_sharding
+from ..sharding.sharding import Sharding
 from ..strategies.autograd import to_autocast_dtype, with_gradient
 from ..strategies.sequence_chunks import OVERLAPS, Overlap
 from ..strategies.tensor_operators import ChunkOptions, ShardedTokens

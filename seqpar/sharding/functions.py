@@ -14,7 +14,10 @@ from ..base.checks import no_compile
 from ..comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from ..placement.layout import Layout, check_layout, check_lengths
 from ..placement.strategies import StrategyName
-from .sharding import Sharding, WorkerSharding, check_dim, check_sharding, require_layout, resolve_sequence_group
+from .arguments import check_sharding, layout_of
+from .sharding import Sharding, resolve_sequence_group
+from .shards import check_dim
+from .worker import WorkerSharding
 
 
 @no_compile
@@ -155,17 +158,3 @@ class _ShardHeader(NamedTuple):
 
     length: int
     spec: Fingerprint
-
-
-def layout_of(
-    layout: Layout | None, mesh: DeviceMesh | None, group: ProcessGroup | None, strategy: str | None
-) -> Layout:
-    """``layout``, as ``shard`` takes it."""
-    sequence_group = resolve_sequence_group(mesh, group, strategy)
-    names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-    in_context = mesh is not None and any(
-        name in names and mesh.size(names.index(name)) > 1 for name in ("ring", "ulysses")
-    )
-    if layout is None and not in_context and ("tp" in names or strategy == "tp_sp"):
-        return "contiguous"
-    return require_layout(layout, sequence_group)

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
-from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, overload
 
 import torch
@@ -17,13 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..base.checks import check_bool, check_choice, check_dense, check_int, no_compile
+from ..base.checks import check_bool, check_choice, check_int, no_compile
 from ..base.compile_types import Opaque, register_reference_type
 from ..comm.handshake import Fingerprint, fingerprint
 from ..masks.mask import Mask
 from ..placement.balanced import balanced_layout
 from ..placement.layout import (
-    LAYOUTS,
     Grain,
     Layout,
     TokenLayout,
@@ -37,7 +35,6 @@ from ..placement.placement import ANY_RANKS, ParallelContext, Placement
 from ..placement.strategies import STRATEGIES, StrategyName, resolve
 from ..ranks.mesh import (
     all_ranks_group,
-    check_mesh_and_group,
     context_group,
     global_ranks,
     known_per_host,
@@ -46,11 +43,11 @@ from ..ranks.mesh import (
     shown,
     size_of,
 )
-from ..ranks.processes import inherited
 from .report import TOKEN_BYTES, check_masks, report
 from .same_rows import compare, compares_now
-from .shards import Unshard, local_shard
+from .shards import Unshard, check_dim, check_full, local_shard
 from .spec import REPLICATED, AttentionSpec
+from .worker import WorkerSharding, in_worker
 
 
 # A compiled function depends on the ranks, and with them on their hosts, and on the layout's name and grain, but not on
@@ -396,9 +393,9 @@ class Sharding(Opaque):
         """
         check_bool("check", check)
         if compares_now(self.sequence_group) or check:
-            check_x = partial(_check_full, x, dim, self.seq_len)
+            check_x = partial(check_full, x, dim, self.seq_len)
             compare(x, check_x, self.sequence_group, layout=self.checksum)
-        dim = _check_full(x, dim, self.seq_len)
+        dim = check_full(x, dim, self.seq_len)
         if self.sequence_group is None:
             return x
         return local_shard(x, dim, self.tokens, rank_in(self.sequence_group))
@@ -460,7 +457,7 @@ class Sharding(Opaque):
         Raises:
             ValueError: a rank of ``group`` is not one over which the sequence is sharded.
         """
-        ranks, members = _global_ranks(self.sequence_group), _global_ranks(group)
+        ranks, members = global_ranks_or_own(self.sequence_group), global_ranks_or_own(group)
         if not {*members} <= {*ranks}:
             raise ValueError(
                 f"sharding: the sequence is sharded over the ranks {shown(ranks)}, but the layer's are "
@@ -479,7 +476,7 @@ class Sharding(Opaque):
         """Raise a ValueError if the ranks of ``group`` are not those that the sequence is sharded over."""
         if group is self.sequence_group:
             return
-        ranks, others = _global_ranks(self.sequence_group), _global_ranks(group)
+        ranks, others = global_ranks_or_own(self.sequence_group), global_ranks_or_own(group)
         if ranks != others:
             raise ValueError(
                 f"sharding: the sequence is sharded over the ranks {shown(ranks)}, but this call is for the ranks "
@@ -540,7 +537,7 @@ class Sharding(Opaque):
     def __reduce__(self) -> Any:
         group, rank = self.sequence_group, rank_in(self.sequence_group)
         started_by = None if group is None or self.ranks == 1 else global_ranks(group)[rank]
-        return _in_worker(self.seq_len, self.layout, self.ranks, rank, started_by)
+        return in_worker(self.seq_len, self.layout, self.ranks, rank, started_by)
 
     def __repr__(self) -> str:
         lengths = shown(self.lengths)
@@ -551,163 +548,6 @@ class Sharding(Opaque):
         if self.balanced_for is None:
             return repr(self)
         return f"balanced for {self.balanced_for!r}: {self!r}\n{self.report(self.balanced_for)}"
-
-
-@dataclass(frozen=True)
-class WorkerSharding:
-    """Which tokens one rank holds, without process groups: a ``Sharding`` in a process that the rank has started.
-
-    Such a process is a worker of a DataLoader. In a process with process groups of its own, the methods raise an error,
-    because the process may be another rank. One that ``Sharding.balanced`` has made for a given rank works everywhere.
-
-    Attributes:
-        seq_len: tokens of the full sequence.
-        layout: which tokens each rank holds.
-        ranks: the number of ranks.
-        rank: the rank whose tokens these are, among these.
-        started_by: the global rank whose ``Sharding`` was pickled; None if it is for a given rank, or for one rank.
-        spawned: whether it was pickled for a process that was being started. If not, for example for a pool of
-            processes or for a file, only forks of ``started_by`` may use it.
-        balanced_for: as in ``Sharding``.
-    """
-
-    seq_len: int
-    layout: Layout
-    ranks: int
-    rank: int
-    started_by: int | None = field(default=None, compare=False, repr=False)
-    spawned: bool = field(default=False, compare=False, repr=False)
-    balanced_for: Mask | Mapping[Mask, int] | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """The number of tokens of each rank, by rank."""
-        self.check_process()
-        return tuple(shard_length(self.seq_len, self.ranks, rank, self.layout) for rank in range(self.ranks))
-
-    @property
-    def seq_local(self) -> int:
-        """The number of tokens of the rank."""
-        return self.lengths[self.rank]
-
-    def positions(self) -> Tensor:
-        """Global positions of the rank's tokens: int64 ``[seq_local]`` on the CPU, increasing."""
-        self.check_process()
-        return shard_positions(self.seq_len, self.ranks, self.rank, self.layout).clone()
-
-    def shard(self, x: Tensor, dim: int = 1, *, check: bool = False) -> Tensor:
-        """The rank's shard of ``x``, with ``seq_local`` instead of ``seq_len`` entries along ``dim``.
-
-        Raises:
-            ValueError: ``x`` does not have ``seq_len`` entries along ``dim``, or the process has process groups.
-            RuntimeError: ``check`` is True.
-        """
-        check_bool("check", check)
-        self.check_process(check)
-        return x.index_select(_check_full(x, dim, self.seq_len), self.positions().to(x.device))
-
-    def report(self, mask: Mask | Mapping[Mask, int], token_bytes: int = TOKEN_BYTES) -> str:
-        """As ``Sharding.report``."""
-        return report(self.seq_len, self.layout, self.ranks, 1, mask, token_bytes)
-
-    def __str__(self) -> str:
-        if self.balanced_for is None:
-            return repr(self)
-        return f"balanced for {self.balanced_for!r}: {self!r}\n{self.report(self.balanced_for)}"
-
-    def unshard(self, x_local: Tensor, dim: int = 1) -> Tensor:
-        """Raises a RuntimeError: this process has no process groups in which it could gather the ranks' shards."""
-        raise RuntimeError(
-            f"unshard: {self!r} has no process groups in which it could gather the other ranks' shards; call it in the "
-            "rank"
-        )
-
-    def check_process(self, check: bool = False) -> None:
-        """Raise a ValueError in a process that may belong to another rank, and a RuntimeError if ``check`` is True."""
-        if check and self.ranks > 1:
-            raise RuntimeError(
-                f"check=True: {self!r} has no process groups to compare the ranks' tensors in; pass check=False here, "
-                "and compare in the rank"
-            )
-        if self.started_by is None or (inherited() and dist.get_rank() == self.started_by):
-            return
-        if dist.is_initialized():
-            raise ValueError(
-                f"sharding: it was made by rank {self.rank} of {self.ranks} in the process that started this one, "
-                "which has process groups of its own; make a seqpar.Sharding in this process"
-            )
-        if not self.spawned:
-            raise ValueError(
-                f"sharding: rank {self.rank} of {self.ranks} pickled it, but not for the start of this process, which "
-                "may belong to another rank; make it again, from its seq_len and layout"
-            )
-
-    def __reduce__(self) -> Any:
-        return _in_worker(self.seq_len, self.layout, self.ranks, self.rank, self.started_by)
-
-
-def _in_worker(*values: Any) -> Any:
-    """How to pickle a sharding. A process that is being started belongs to this rank; another one may not."""
-    return WorkerSharding, (*values, get_spawning_popen() is not None)
-
-
-def require_layout(layout: Layout | None, group: ProcessGroup | None) -> Layout:
-    """``layout``, which only a single rank may leave out.
-
-    Raises:
-        ValueError: it is None and the group has several ranks. A default could differ from the layout with which the
-            tokens were sharded, and nothing would notice: shards of different layouts have equal lengths.
-    """
-    if layout is not None:
-        return layout
-    if (ranks := size_of(group)) > 1:
-        raise ValueError(
-            f"layout=None: over {ranks} ranks it is not assumed which tokens each rank holds; pass sharding=, the "
-            "seqpar.Sharding that the tokens were sharded with, or the layout= that was given to seqpar.shard: "
-            + ", ".join(map(repr, LAYOUTS))
-        )
-    return "contiguous"
-
-
-@no_compile
-def check_sharding(
-    sharding: object,
-    *,
-    mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
-    layout: Layout | None = None,
-    seq_len: int | None = None,
-    strategy: str | None = None,
-    or_worker: bool = False,
-) -> None:
-    """Raise unless ``sharding`` is None or a Sharding, and equal to the arguments that are given beside it.
-
-    ``or_worker``: it may be a WorkerSharding, because the call sends nothing.
-    """
-    if sharding is None:
-        return
-    if not isinstance(sharding, Sharding) and not (or_worker and isinstance(sharding, WorkerSharding)):
-        why = "; this one has no process groups" if isinstance(sharding, WorkerSharding) else ""
-        raise TypeError(f"sharding={sharding!r}: expected a seqpar.Sharding, as Sharding(seq_len) makes one{why}")
-    check_mesh_and_group(mesh, group)
-    own: object
-    for name, value, own in (("layout", layout, sharding.layout), ("seq_len", seq_len, sharding.seq_len)):
-        if value is not None and value != own:
-            raise ValueError(f"{name}={value!r}: the sharding has {name}={own!r}; leave {name} out")
-    if isinstance(sharding, WorkerSharding):
-        if mesh is not None or group is not None or strategy is not None:
-            raise ValueError(f"mesh, group and strategy: {sharding!r} has no process groups; leave them out")
-        return
-    if strategy is not None and (strategy == "tp_sp") != (sharding.strategy == "tp_sp"):
-        raise ValueError(f"strategy={strategy!r}: the sharding has strategy={sharding.strategy!r}; leave strategy out")
-    if mesh is not None and mesh != sharding.mesh:
-        raise ValueError(f"mesh={mesh}: the sharding was made with mesh={sharding.mesh}; leave mesh out")
-    if group is not None:
-        given, ranks = _global_ranks(group), _global_ranks(sharding.sequence_group)
-        if given != ranks:
-            raise ValueError(
-                f"group: its ranks are {shown(given)}, but the sharding's are {shown(ranks)}; leave group out"
-            )
 
 
 def resolve_sequence_group(
@@ -721,29 +561,7 @@ def resolve_sequence_group(
     return sequence_group_of(mesh, group, strategy)
 
 
-def _global_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
+def global_ranks_or_own(group: ProcessGroup | None) -> tuple[int, ...]:
     if group is None:
         return (dist.get_rank() if dist.is_initialized() else 0,)
     return global_ranks(group)
-
-
-def _check_full(x: Tensor, dim: int, seq_len: int) -> int:
-    """``dim`` counted from the front, after checking that ``x`` holds the full sequence."""
-    dim = check_dim("x", x, dim)
-    if x.shape[dim] != seq_len:
-        raise ValueError(
-            f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
-            f"seq_len={seq_len}; make a Sharding of that length, or name the dimension of the sequence"
-        )
-    return dim
-
-
-def check_dim(name: str, x: Tensor, dim: int) -> int:
-    """``dim`` counted from the front, after checking the arguments."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
-    check_dense(name, x)
-    check_int("dim", dim)
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim={dim}: {name} has {x.dim()} dimensions, {tuple(x.shape)}; choose one of them")
-    return dim % x.dim()

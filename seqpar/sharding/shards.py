@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..base.checks import check_dense, check_int
 from ..comm.collectives import all_gather, sum_shards
 from ..comm.waiting import operation
 from ..placement.layout import TokenLayout, shard_ranges
@@ -67,3 +68,25 @@ class _SumShards(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return Unshard.apply(grad, *ctx.constants), None, None, None
+
+
+def check_full(x: Tensor, dim: int, seq_len: int) -> int:
+    """``dim`` counted from the front, after checking that ``x`` holds the full sequence."""
+    dim = check_dim("x", x, dim)
+    if x.shape[dim] != seq_len:
+        raise ValueError(
+            f"x: shape {tuple(x.shape)} has {x.shape[dim]} entries along dim {dim}, but the sharding is of "
+            f"seq_len={seq_len}; make a Sharding of that length, or name the dimension of the sequence"
+        )
+    return dim
+
+
+def check_dim(name: str, x: Tensor, dim: int) -> int:
+    """``dim`` counted from the front, after checking the arguments."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_dense(name, x)
+    check_int("dim", dim)
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim}: {name} has {x.dim()} dimensions, {tuple(x.shape)}; choose one of them")
+    return dim % x.dim()

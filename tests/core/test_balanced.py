@@ -21,7 +21,7 @@ from seqpar.ranks import mesh as mesh_module
 from seqpar.ranks.mesh import sequence_group_of
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.sharding.report import report
-from seqpar.sharding.sharding import WorkerSharding
+from seqpar.sharding.worker import WorkerSharding
 
 from ..hosts import hosts_of
 from ..observe import message_of
