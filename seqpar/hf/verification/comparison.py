@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ...masks.mask import Mask
 from ...masks.rules import document_boundaries
 from ...placement.layout import LAYOUTS, shard_positions
-from ...verification import Difference
+from ...verification.report import Difference
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchSpec, tokens_of
 from ..calls.attention import window_and_chunk
 from ..calls.full_batch import has_more_than_text, merges, without_image_positions

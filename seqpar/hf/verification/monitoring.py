@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from ...base.settings import number
 from ...patching.forwards import function_of
-from ...verification import Difference, VerificationError, VerificationReport, all_gather_values, tolerance_of
+from ...verification.gradients import all_gather_values
+from ...verification.report import Difference, VerificationError, VerificationReport
+from ...verification.step import tolerance_of
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchShard
 from ..inspection.support import parameters_of
 from ..state import Patch

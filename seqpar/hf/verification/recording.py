@@ -27,7 +27,8 @@ from ...comm.communicator import existing_communicators
 from ...layers.holders import is_flattened
 from ...patching.replaced import replaced
 from ...ranks.rendezvous import group_timeout
-from ...verification import StepResult, unchanged
+from ...verification.gradients import StepResult
+from ...verification.step import unchanged
 from ..calls.attention import scale_of
 from ..calls.per_rank import on_this_rank
 from ..inspection.support import attention_layers, parameters_of, text_model

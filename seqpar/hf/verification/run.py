@@ -27,17 +27,9 @@ from ...layers.gradients import sync_gradients
 from ...layers.holders import Ignored, held_apart, shard_groups
 from ...patching.replaced import replaced
 from ...ranks.mesh import global_ranks
-from ...verification import (
-    Difference,
-    VerificationError,
-    VerificationReport,
-    all_gather_values,
-    compare_gradients,
-    loss_difference,
-    run_step,
-    tolerance_of,
-    trainable,
-)
+from ...verification.gradients import all_gather_values, compare_gradients, run_step
+from ...verification.report import Difference, VerificationError, VerificationReport
+from ...verification.step import loss_difference, tolerance_of, trainable
 from ..batch import batch_checksum
 from ..inspection.support import attention_layers
 from ..inspection.trial import attend_to_own_token
