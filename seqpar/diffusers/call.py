@@ -49,7 +49,7 @@ class ModelCalls:
         self.running: Running[CallMode] = Running()
 
     @property
-    def group(self) -> ProcessGroup | None:
+    def sequence_group(self) -> ProcessGroup | None:
         """The ranks of the sequence."""
         return self.shardings((0,)).sequence_group
 

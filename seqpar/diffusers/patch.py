@@ -289,7 +289,7 @@ class ParallelModel:
                 "model: enable_parallelism was called; a model has either diffusers' parallelism or seqpar's"
             )
         check_hooks(model)
-        refuse_shards(model, self.calls.group)
+        refuse_shards(model, self.calls.sequence_group)
         unchecked = None if self.is_checked else self._check(model, original, args, kwargs)
         args, kwargs = self._inputs(args, kwargs)
         call = ModelCall(self.calls, model)
@@ -351,7 +351,7 @@ class ParallelModel:
         """The inputs; their gradients are averaged over the ranks, since each rank computes from its tokens only."""
         values, structure = tree_flatten((args, kwargs))
         tensors = {i: x for i, x in enumerate(values) if isinstance(x, Tensor)}
-        group = self.calls.group
+        group = self.calls.sequence_group
         if compares_now(group):
             for x in tensors.values():
                 compare(x, lambda: None, group, _SAME_INPUTS)
