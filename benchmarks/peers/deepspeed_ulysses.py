@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from seqpar.cli.bench_runners import BenchSetting, Peer, sdpa
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting, sdpa
 
 NAME = "DeepSpeed DistributedAttention"
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     setting.need_divisible(setting.group.size())  # with shards of different lengths, gloo aborts the process
     local = sdpa(setting)  # all tokens of some heads, under any mask
     if setting.device.type == "cpu":
@@ -38,4 +38,4 @@ def make(setting: BenchSetting) -> Peer:
         out: Tensor = layer(q, k, v, 0)
         return out
 
-    return Peer(attention, setting.positions(), any_group=True)
+    return BenchAttention(attention, setting.positions(), any_group=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.cli.bench_runners import BenchSetting, Peer, sdpa
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting, sdpa
 from seqpar.comm.collectives import all_gather_single, reduce_scatter_single
 
 NAME = "all-gather + SDPA"
@@ -33,7 +33,7 @@ class _AllGather(torch.autograd.Function):
         return own.transpose(0, 1), None
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     setting.need_divisible(setting.group.size())
     positions = setting.positions()
     local = sdpa(setting, positions)
@@ -42,4 +42,4 @@ def make(setting: BenchSetting) -> Peer:
         k, v = (_AllGather.apply(x, setting.group) for x in (k, v))  # type: ignore[no-untyped-call]
         return local(q, k, v)
 
-    return Peer(attention, positions, any_group=True)
+    return BenchAttention(attention, positions, any_group=True)

@@ -7,13 +7,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting, RefusalError
 
 NAME = "MagiAttention"
 _CHUNK = 512  # tokens that are dispatched together
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     from magi_attention.api import calc_attn, compute_pad_size, get_position_ids, magi_attn_flex_key
     from magi_attention.common import AttnRanges
     from magi_attention.common.enum import AttnMaskType
@@ -50,4 +50,4 @@ def make(setting: BenchSetting) -> Peer:
         out: Tensor = calc_attn(q=q[0], k=k[0], v=v[0], key=key)[0]
         return out[None]
 
-    return Peer(attention, get_position_ids(key).to(torch.int64).cpu())
+    return BenchAttention(attention, get_position_ids(key).to(torch.int64).cpu())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting, RefusalError
 
 NAME = "ring-attention-pytorch"
 _BUCKET = 1024  # the package's default
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
     causal = setting.need_causal_or_full()
@@ -46,4 +46,4 @@ def make(setting: BenchSetting) -> Peer:
         )
         return out
 
-    return Peer(attention, positions)
+    return BenchAttention(attention, positions)

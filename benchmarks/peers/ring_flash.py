@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting, RefusalError
 
 NAME = "ring-flash-attn"
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     import ring_flash_attn
 
     setting.need_cuda()
@@ -26,7 +26,7 @@ def make(setting: BenchSetting) -> Peer:
             out: Tensor = function(q, k, v, causal=causal, group=setting.group)
             return out
 
-        return Peer(attention, setting.positions("zigzag" if causal else "contiguous"), any_group=True)
+        return BenchAttention(attention, setting.positions("zigzag" if causal else "contiguous"), any_group=True)
     boundaries = setting.boundaries()
     if boundaries is None:
         raise RefusalError(f"no mask {setting.case.mask}: causal, full and packed documents only")
@@ -53,4 +53,4 @@ def make(setting: BenchSetting) -> Peer:
         )
         return out[None]
 
-    return Peer(packed, setting.positions(), any_group=True)
+    return BenchAttention(packed, setting.positions(), any_group=True)

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 from torch.nn import functional
 
-from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting, RefusalError
 
 NAME = "PyTorch context_parallel"
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     from torch.distributed.tensor.experimental import context_parallel
 
     if setting.device.type != "cuda":
@@ -39,4 +39,4 @@ def make(setting: BenchSetting) -> Peer:
         # The name is looked up at each call, because context_parallel replaces the function.
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
-    return Peer(attention, setting.positions("zigzag"), block=block)
+    return BenchAttention(attention, setting.positions("zigzag"), block=block)

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqpar.cli.bench_runners import BenchSetting, Peer
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting
 
 NAME = "TransformerEngine, p2p"
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     from transformer_engine.pytorch import DotProductAttention
 
     setting.need_cuda()
@@ -37,4 +37,4 @@ def make(setting: BenchSetting) -> Peer:
         return out.view(*q.shape[:3], case.v_head_dim)
 
     # TransformerEngine expects this layout under every mask.
-    return Peer(attention, setting.positions("zigzag"))
+    return BenchAttention(attention, setting.positions("zigzag"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from seqpar.cli.bench_runners import BenchSetting, Peer, RefusalError
+from seqpar.cli.bench_runners import BenchAttention, BenchSetting, RefusalError
 
 NAME = "yunchang LongContextAttention"
 
 
-def make(setting: BenchSetting) -> Peer:
+def make(setting: BenchSetting) -> BenchAttention:
     from yunchang import LongContextAttention
     from yunchang.globals import HAS_FLASH_ATTN, PROCESS_GROUP
     from yunchang.kernels import AttnType
@@ -32,4 +32,4 @@ def make(setting: BenchSetting) -> Peer:
         return out
 
     why = None if cuda else "its attention for CPUs has none"
-    return Peer(attention, setting.positions(), no_backward=why, any_group=True)
+    return BenchAttention(attention, setting.positions(), no_backward=why, any_group=True)

@@ -5,6 +5,7 @@ Units: seconds and bytes. Tokens and operations per second are of all ranks toge
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import platform
@@ -16,24 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from ..base.checks import check_int
-from ..placement.layout import LAYOUT_WORDS
-from ..planner.mixes import MIXES
 from ..ranks.mesh import ranks_by_host
-from .bench_cases import DEVICES, DTYPES, PRESETS, BenchConfig, strategy_names
+from .bench_cases import PRESETS, BenchConfig
 from .bench_run import BOTH, PASSES, CaseResult, Sample, run_cases
-from .bench_runners import adapters
+from .bench_runners import KINDS, adapters
 from .launch import CommandError, bad_options, cores, join, launch, under_launcher
-from .plan import read_tokens
 from .tables import device_name, human_bytes, make_folder, number_table, pyplot_without_display, save_figure, write_csv
 
 _DEADLINE_S = 4 * 3600.0  # of the whole command
@@ -41,76 +39,21 @@ _WIDTH = 100  # columns of the tables if stdout is not a terminal
 _TIMEOUT = timedelta(seconds=300)  # of one collective, because another package may make a rank wait forever
 
 
-def bench(
-    preset: Annotated[
-        list[str] | None,
-        typer.Option(help=f"One of {', '.join(PRESETS)}. Can be repeated, like all options down to --peer."),
-    ] = None,
-    strategy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"One of {', '.join(strategy_names())}; the last four are values of comm for context_parallel.",
-            show_default="ring, ulysses, all_gather, auto; with 4 ranks or more also hybrid",
-        ),
-    ] = None,
-    layout: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"One of {', '.join(LAYOUT_WORDS)}; the last one is made for the mask.",
-            show_default="contiguous for Ulysses, else zigzag; for the preset packed also balanced",
-        ),
-    ] = None,
-    mask: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}.",
-            show_default="the preset's",
-        ),
-    ] = None,
-    seq_len: Annotated[
-        list[str] | None,
-        typer.Option(help="Tokens of the full sequence, such as 4096 or 128K.", show_default="depends on the device"),
-    ] = None,
-    ranks: Annotated[
-        list[int] | None, typer.Option(help="Number of ranks that compute, of those started.", show_default="all")
-    ] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="auto, or a backend that seqpar doctor lists.")] = None,
-    peer: Annotated[
-        list[str] | None, typer.Option(help="Another package, by its file in benchmarks/peers.", show_default="all")
-    ] = None,
-    peers: Annotated[bool, typer.Option(help="Measure other packages as well.")] = True,
-    nproc: Annotated[int, typer.Option(help="Ranks to start on this machine. Ignored under torchrun.")] = 2,
-    batch: Annotated[int, typer.Option(help="Sequences in a batch.")] = 1,
-    heads: Annotated[int | None, typer.Option(help="Query heads.", show_default="depends on the device")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads.", show_default="the preset's")] = None,
-    head_dim: Annotated[int | None, typer.Option(help="head_dim of v.", show_default="depends on the device")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.", show_default="bfloat16 on CUDA, else float32")
-    ] = None,
-    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "auto",
-    rounds: Annotated[int, typer.Option(help="Rounds of each case. In a round, every attention runs once.")] = 7,
-    budget: Annotated[
-        float, typer.Option(help="Seconds after which rounds are left out. Each case has at least three.")
-    ] = 150,
-    charts: Annotated[bool, typer.Option(help="Draw PNG charts.")] = True,
-    trace: Annotated[bool, typer.Option("--trace", help="Write a Chrome trace for every rank and case.")] = False,
-    out: Annotated[str, typer.Option(help="Folder for the CSV, the JSON, the charts and the traces.")] = "bench",
-) -> None:
+def bench(**options: Any) -> None:
     """Compare strategies, layouts and other packages on this machine. The default takes less than five minutes."""
-    options: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in locals().items() if x is not None}
-    del options["nproc"]
+    config = BenchConfig(**options)
     with bad_options():
-        options["seq_len"] = tuple(map(read_tokens, seq_len or ()))
-        config = BenchConfig(**options)
-        check_int("nproc", nproc, 1)
-        config.check(int(os.environ["WORLD_SIZE"]) if under_launcher() else nproc)
-        adapters(config.peer_names)
+        check_int("nproc", config.nproc, 1)
+        config.check(int(os.environ["WORLD_SIZE"]) if under_launcher() else config.nproc)
+        adapters(config)
+        make_folder(Path(config.out))
     if under_launcher():
         run_bench(config)
-        return
-    with bad_options():
-        make_folder(Path(out))
-    launch(run_bench, nproc, config, deadline_s=_DEADLINE_S)
+    else:
+        launch(run_bench, config.nproc, config, deadline_s=_DEADLINE_S)
+
+
+bench.__signature__ = inspect.signature(BenchConfig, eval_str=True)  # type: ignore[attr-defined] # typer reads it
 
 
 def run_bench(config: BenchConfig) -> None:
@@ -121,32 +64,24 @@ def run_bench(config: BenchConfig) -> None:
     hosts = len(ranks_by_host(dist.group.WORLD))
     world, is_first = dist.get_world_size(), dist.get_rank() == 0
     cases, folder = config.cases(world, device.type == "cuda"), Path(config.out)
-    if is_first or config.trace:
-        with bad_options():
-            make_folder(folder)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     facts = machine_facts(device)
     if is_first:
+        presets = "; ".join(f"{name}: {PRESETS[name].about}" for name in config.presets)
         console.print(
             f"{facts['device']}, {cores()} core(s), {world} rank(s) on {hosts} host(s), torch "
-            f"{facts['torch']}. {len(cases)} case(s); presets: "
-            + "; ".join(f"{name}: {PRESETS[name].about}" for name in config.preset),
-            highlight=False,
+            f"{facts['torch']}. {len(cases)} case(s); presets: {presets}"
         )
     with console.status("starting") if is_first else nullcontext() as status:
-        results = run_cases(
-            config, cases, device, adapters(config.peer_names), status.update if status else lambda text: None
-        )
+        results = run_cases(config, cases, device, status.update if status else lambda text: None)
     if is_first:
         report(results, facts, folder, console, config.charts)
-        console.print(
-            f"[dim]{time.monotonic() - start:.0f} s in all; tables, charts and JSON are in {folder}[/]", highlight=False
-        )
+        console.print(f"[dim]{time.monotonic() - start:.0f} s in all; tables, charts and JSON are in {folder}[/]")
     dist.barrier()
     dist.destroy_process_group()
-    seqpars = {*strategy_names(), "local"}  # first words of the names of runners
+    others = tuple(peer.NAME for peer in adapters(config))
     refused = [reason for result in results for reason in result.refused.items()]
-    wrong = [f"{name}: {why}" for name, why in refused if why.startswith("WRONG") and name.split(" ")[0] in seqpars]
+    wrong = [f"{name}: {why}" for name, why in refused if why.startswith("WRONG") and not name.startswith(others)]
     if wrong:
         raise CommandError("; ".join(wrong))
 
@@ -184,11 +119,10 @@ def rows_of(result: CaseResult) -> list[dict[str, Any]]:
     for run in PASSES:
         measured = [s for s in result.samples if s.seconds[run]]
         ideals = [s for s in measured if s.kind == "ideal"]
-        if not ideals:
-            continue
-        best = min(ideals, key=lambda s: statistics.median(s.seconds[run]))
-        order = {"seqpar": 1, "peer": 2, "ideal": 3}
-        rows += [_row(result, s, run, best) for s in sorted(measured, key=lambda s: 0 if s is best else order[s.kind])]
+        if ideals:
+            best = min(ideals, key=lambda s: statistics.median(s.seconds[run]))
+            others = sorted((s for s in measured if s is not best), key=lambda s: KINDS.index(s.kind))
+            rows += [_row(result, s, run, best) for s in (best, *others)]
     return rows
 
 
@@ -196,11 +130,10 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> dict[st
     """The row of one runner and pass. ``ideal`` is the fastest attention on one process."""
     case, seconds = result.case, sample.seconds[run]
     alone = sample.kind == "ideal"
-    divisor = 1 if alone else result.divisor
     median = statistics.median(seconds)
     exposed = [s - t for s, t in zip(seconds, sample.silent[run], strict=False)]
-    operations = case.operations(backward=False) + (case.operations(backward=True) if run == BOTH else 0.0)
     both = run == BOTH or not sample.seconds[BOTH]  # bytes and memory were measured for forward and backward together
+    shares = [i / (1 if alone else result.divisor) / s for i, s in zip(ideal.seconds[run], seconds, strict=True)]
     return {
         **asdict(case),
         "ranks": 1 if alone else case.ranks,
@@ -214,9 +147,9 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> dict[st
         "fastest_s": min(seconds),
         "slowest_s": max(seconds),
         "cpu_s": statistics.median(sample.cpu) if both else None,
-        "share_of_ideal": statistics.median(i / divisor / s for i, s in zip(ideal.seconds[run], seconds, strict=True)),
+        "share_of_ideal": statistics.median(shares),
         "tokens_per_s": case.batch * case.seq_len / median,
-        "tflops": operations / median / 1e12,
+        "tflops": case.operations(run == BOTH) / median / 1e12,
         "exposed_s": max(0.0, statistics.median(exposed)) if exposed else None,
         "bytes_sent": sample.bytes_sent if both and not alone else None,
         "bytes_between_hosts": sample.bytes_between_hosts if both and not alone else None,
@@ -232,13 +165,12 @@ def table_of(result: CaseResult, run: str, width: int = _WIDTH) -> Table:
     case = result.case
     rounds = max((len(s.seconds[run]) for s in result.samples), default=0)
     rows = [row for row in rows_of(result) if row["run"] == run]
-    columns = {heading: [text(row) for row in rows] for heading, text in _COLUMNS.items()}
+    columns = {heading: [text(row) for row in rows] for heading, text, _ in _COLUMNS}
     columns = {heading: cells for heading, cells in columns.items() if {*cells} - {"", "0 B"}}
-    for heading in (x for x in _LEFT_OUT_FIRST if x in columns):
-        cells = [[heading, *texts] for heading, texts in columns.items()]
-        if 1 + sum(3 + max(len(line) for cell in column for line in cell.split("\n")) for column in cells) <= width:
-            break
-        del columns[heading]
+    for heading, _, turn in sorted(_COLUMNS, key=lambda column: column[2]):
+        lines = [max(len(line) for text in (x, *cells) for line in text.split("\n")) for x, cells in columns.items()]
+        if turn and 1 + sum(3 + length for length in lines) > width:
+            columns.pop(heading, None)
     sizes = str(case.head_dim) if case.head_dim == case.v_head_dim else f"{case.head_dim} (v {case.v_head_dim})"
     table = number_table(
         *columns,
@@ -247,8 +179,8 @@ def table_of(result: CaseResult, run: str, width: int = _WIDTH) -> Table:
         f"took {result.busy_share:.0%} of the cores",
         title_justify="left",
     )
-    for i, cells_of_row in enumerate(zip(*columns.values(), strict=True)):
-        table.add_row(*cells_of_row, end_section=i + 1 < len(rows) and rows[i]["kind"] != rows[i + 1]["kind"])
+    for i, cells in enumerate(zip(*columns.values(), strict=True)):
+        table.add_row(*cells, end_section=rows[i]["kind"] != rows[min(i + 1, len(rows) - 1)]["kind"])
     return table
 
 
@@ -261,27 +193,18 @@ def _size(column: str) -> Callable[[Mapping[str, Any]], str]:
     return lambda row: "" if row[column] is None else human_bytes(row[column])
 
 
-# The columns of the printed tables by heading, and those that a narrow terminal leaves out, in this order.
-_COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "": _name,
-    "seconds": lambda row: f"{row['median_s']:.4f}",
-    "range": lambda row: f"{row['fastest_s']:.4f} to {row['slowest_s']:.4f}",
-    "share of\nthe ideal": lambda row: f"{row['share_of_ideal']:.2f}",
-    "tokens/s": lambda row: f"{row['tokens_per_s']:,.0f}",
-    "TFLOP/s": lambda row: f"{row['tflops']:.3f}" if row["tflops"] < 10 else f"{row['tflops']:,.0f}",
-    "exposed\nmessages": lambda row: "" if row["exposed_s"] is None else f"{row['exposed_s'] * 1e3:.1f} ms",
-    "sent by\na rank": _size("bytes_sent"),
-    "to other\nhosts": _size("bytes_between_hosts"),
-    "peak\nmemory": _size("peak_memory"),
-}
-_LEFT_OUT_FIRST = (
-    "to other\nhosts",
-    "TFLOP/s",
-    "range",
-    "exposed\nmessages",
-    "tokens/s",
-    "peak\nmemory",
-    "sent by\na rank",
+# The columns of the printed tables: heading, text, and its turn to be left out if the terminal is narrow; 0: never.
+_COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str], int], ...] = (
+    ("", _name, 0),
+    ("seconds", lambda row: f"{row['median_s']:.4f}", 0),
+    ("range", lambda row: f"{row['fastest_s']:.4f} to {row['slowest_s']:.4f}", 3),
+    ("share of\nthe ideal", lambda row: f"{row['share_of_ideal']:.2f}", 0),
+    ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}", 5),
+    ("TFLOP/s", lambda row: f"{row['tflops']:.3f}" if row["tflops"] < 10 else f"{row['tflops']:,.0f}", 2),
+    ("exposed\nmessages", lambda row: "" if row["exposed_s"] is None else f"{row['exposed_s'] * 1e3:.1f} ms", 4),
+    ("sent by\na rank", _size("bytes_sent"), 7),
+    ("to other\nhosts", _size("bytes_between_hosts"), 1),
+    ("peak\nmemory", _size("peak_memory"), 6),
 )
 
 
@@ -299,7 +222,6 @@ def report(
         "of the same call if its messages took no time. Bytes sent, and peak memory above the inputs, count "
         "forward and backward on the rank with the most. Columns for which the terminal is too narrow are in "
         "bench.csv.[/]",
-        highlight=False,
     )
     cases_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -307,7 +229,7 @@ def report(
             cases_by_reason.setdefault(reason, []).append(str(result.case))
     for (name, why), cases in cases_by_reason.items():
         where = "" if len(cases) == len(results) else f" ({'; '.join(cases)})"
-        console.print(f"[bold]{name}[/] did not run: {why}{where}", highlight=False)
+        console.print(f"[bold]{name}[/] did not run: {why}{where}")
     rows = [row for result in results for row in rows_of(result)]
     if rows:
         write_csv(folder / "bench.csv", [{**facts, **row} for row in rows])
@@ -337,15 +259,15 @@ def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list
     A chart has one panel for each preset and pass, and one line for each runner. The charts over the length are of the
     most ranks, and the chart over the number of ranks is of the longest sequence.
     """
-    by_case = {result.case: rows_of(result) for result in results}
-    rows = [row for case_rows in by_case.values() for row in case_rows]
+    rows = [{**row, "of": result.case.ranks} for result in results for row in rows_of(result)]
     names = list(dict.fromkeys(row["what"] for row in sorted(rows, key=lambda r: r["kind"] != "seqpar")))
-    most_ranks, longest = (max(getattr(case, x) for case in by_case) for x in ("ranks", "seq_len"))
-    of_most_ranks = [row for case, case_rows in by_case.items() if case.ranks == most_ranks for row in case_rows]
-    of_longest = [row for row in rows if row["seq_len"] == longest] if len({c.ranks for c in by_case}) > 1 else []
     files = []
     for file, (x, y, label) in _CHARTS.items():
-        points = [row for row in (of_longest if x == "ranks" else of_most_ranks) if row[y] is not None]
+        fixed = "seq_len" if x == "ranks" else "of"
+        largest = max(row[fixed] for row in rows)
+        points = [row for row in rows if row[fixed] == largest and row[y] is not None]
+        if x == "ranks" and len({result.case.ranks for result in results}) == 1:
+            points = []
         if y == "share_of_ideal":
             points = [row for row in points if row["kind"] != "ideal"]
         if y == "peak_memory":
@@ -357,17 +279,16 @@ def draw_charts(results: Sequence[CaseResult], folder: Path, title: str) -> list
 
 def _draw(rows: list[dict[str, Any]], names: list[str], x: str, y: str, title: str, path: Path) -> Path:
     presets = list(dict.fromkeys((row["preset"], row["mask"]) for row in rows))
-    panels = [(run, preset) for run in PASSES for preset in presets if any(row["run"] == run for row in rows)]
+    passes = [run for run in PASSES if any(row["run"] == run for row in rows)]
     pyplot = pyplot_without_display()
     colors = pyplot.get_cmap("tab20").colors
-    columns, lines = len(presets), len(panels) // len(presets)
-    size = (4.6 * columns + 2.6, 3.4 * lines + 0.6)
-    figure, grid = pyplot.subplots(lines, columns, figsize=size, squeeze=False, layout="constrained")
+    size = (4.6 * len(presets) + 2.6, 3.4 * len(passes) + 0.6)
+    figure, grid = pyplot.subplots(len(passes), len(presets), figsize=size, squeeze=False, layout="constrained")
     handles: dict[str, Any] = {}
     ticks = sorted({row[x] for row in rows})
-    for axes, (run, preset) in zip(grid.flat, panels, strict=True):
+    for axes, (run, preset) in zip(grid.flat, product(passes, presets), strict=True):
         for n, name in enumerate(names):
-            inside = [r for r in rows if (r["preset"], r["mask"]) == preset and r["run"] == run and r["what"] == name]
+            inside = [r for r in rows if (r["run"], (r["preset"], r["mask"]), r["what"]) == (run, preset, name)]
             if inside:
                 ideal = inside[0]["kind"] == "ideal"
                 style = {"color": "0.45", "linestyle": "--"} if ideal else {"color": colors[2 * n % 20 + n // 10]}

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
+from typer import Option
 
 from ..base.checks import check_choice, check_int, check_number
 from ..kernels import BACKENDS
 from ..masks.mask import Mask
 from ..placement.layout import LAYOUT_WORDS, LayoutWord
 from ..placement.strategies import COMMS, STRATEGIES
-from ..planner.mixes import mask_of
-from .bench_mixer import operations
+from ..planner.mixes import MIXES, mask_of
+from .bench_mixer import CHUNK
+from .plan import read_tokens
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEVICES = ("auto", "cpu", "cuda")
@@ -74,26 +76,6 @@ def strategy_names() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class BenchStrategy:
-    """A strategy of seqpar, by one of ``strategy_names()``, with a layout and a backend."""
-
-    strategy: str
-    layout: LayoutWord
-    backend: str = "auto"
-
-    @property
-    def name(self) -> str:
-        return f"{self.strategy} {self.layout}" + (f" {self.backend}" if self.backend != "auto" else "")
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of ``seqpar.attention``."""
-        if self.strategy in STRATEGIES:
-            return {"strategy": self.strategy, "backend": self.backend}
-        return {"strategy": "context_parallel", "comm": self.strategy, "backend": self.backend}
-
-
-@dataclass(frozen=True)
 class BenchCase:
     """The sizes of one comparison. All runners of a case have the same inputs, mask and ranks."""
 
@@ -138,111 +120,127 @@ class BenchCase:
         return self.batch * int((hi.clamp_max(self.seq_len) - lo.clamp_min(0)).clamp_min(0).sum())
 
     def operations(self, backward: bool) -> float:
-        """Floating-point operations over the visible pairs: 2 matrix products in forward, 5 in backward. Linear
-        attention computes no pairs."""
-        d, e = self.head_dim, self.v_head_dim
+        """Floating-point operations over the visible pairs: 2 matrix products in forward, 5 more with ``backward``.
+
+        Linear attention computes whole chunks instead: two products in a chunk, and two with the state.
+        """
+        d, e, tokens = self.head_dim, self.v_head_dim, self.batch * self.seq_len
         if self.mixer:
-            return operations(self.batch * self.seq_len, self.heads, d, e, backward)
-        return 2.0 * self.visible_pairs() * self.heads * ((3 * d + 2 * e) if backward else (d + e))
+            return (3 if backward else 1) * 2.0 * tokens * self.heads * (CHUNK * (d + e) + 2 * d * e)
+        return 2.0 * self.visible_pairs() * self.heads * ((4 * d + 3 * e) if backward else (d + e))
 
     def __str__(self) -> str:
         return f"{self.preset}, {self.seq_len:,} tokens, {self.ranks} rank(s), mask {self.mask}"
 
 
+Repeated = list[str] | None  # the type of an option that can be repeated
+
+
 @dataclass(frozen=True)
 class BenchConfig:
-    """The options of ``seqpar bench``. An empty tuple or None leaves the choice to the preset or the device."""
+    """The options of ``seqpar bench``. None leaves the choice to the preset or the device."""
 
-    preset: tuple[str, ...] = ("causal",)
-    strategy: tuple[str, ...] = ()
-    layout: tuple[LayoutWord, ...] = ()
-    mask: tuple[str, ...] = ()
-    seq_len: tuple[int, ...] = ()
-    ranks: tuple[int, ...] = ()
-    backend: tuple[str, ...] = ("auto",)
-    peer: tuple[str, ...] | None = None  # None: all
-    peers: bool = True
-    batch: int = 1
-    heads: int | None = None
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    dtype: str | None = None
-    device: str = "auto"
-    rounds: int = 7
-    budget: float = 150.0
-    charts: bool = True
-    trace: bool = False
-    out: str = "bench"
+    preset: Annotated[
+        Repeated, Option(help=f"One of {', '.join(PRESETS)}. Can be repeated, like all options down to --peer.")
+    ] = None
+    strategy: Annotated[
+        Repeated,
+        Option(
+            help=f"One of {', '.join(strategy_names())}; the last four are values of comm for context_parallel.",
+            show_default="ring, ulysses, all_gather, auto; with 4 ranks or more also hybrid",
+        ),
+    ] = None
+    layout: Annotated[
+        Repeated,
+        Option(
+            help=f"One of {', '.join(LAYOUT_WORDS)}; the last one is made for the mask.",
+            show_default="contiguous for Ulysses, else zigzag; for the preset packed also balanced",
+        ),
+    ] = None
+    mask: Annotated[
+        Repeated,
+        Option(
+            help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}.",
+            show_default="the preset's",
+        ),
+    ] = None
+    seq_len: Annotated[
+        Repeated,
+        Option(help="Tokens of the full sequence, such as 4096 or 128K.", show_default="depends on the device"),
+    ] = None
+    ranks: Annotated[
+        list[int] | None, Option(help="Number of ranks that compute, of those started.", show_default="all")
+    ] = None
+    backend: Annotated[Repeated, Option(help="auto, or a backend that seqpar doctor lists.")] = None
+    peer: Annotated[Repeated, Option(help="Another package, by its file in benchmarks/peers.", show_default="all")] = (
+        None
+    )
+    peers: Annotated[bool, Option(help="Measure other packages as well.")] = True
+    nproc: Annotated[int, Option(help="Ranks to start on this machine. Ignored under torchrun.")] = 2
+    batch: Annotated[int, Option(help="Sequences in a batch.")] = 1
+    heads: Annotated[int | None, Option(help="Query heads.", show_default="depends on the device")] = None
+    kv_heads: Annotated[int | None, Option(help="KV heads.", show_default="the preset's")] = None
+    head_dim: Annotated[int | None, Option(help="head_dim of v.", show_default="depends on the device")] = None
+    dtype: Annotated[
+        str | None, Option(help=f"One of {', '.join(DTYPES)}.", show_default="bfloat16 on CUDA, else float32")
+    ] = None
+    device: Annotated[str, Option(help=f"One of {', '.join(DEVICES)}.")] = "auto"
+    rounds: Annotated[int, Option(help="Rounds of each case. In a round, every attention runs once.")] = 7
+    budget: Annotated[float, Option(help="Seconds after which rounds are left out. Each case has at least three.")] = (
+        150
+    )
+    charts: Annotated[bool, Option(help="Draw PNG charts.")] = True
+    trace: Annotated[bool, Option("--trace", help="Write a Chrome trace for every rank and case.")] = False
+    out: Annotated[str, Option(help="Folder for the CSV, the JSON, the charts and the traces.")] = "bench"
 
     @property
-    def peer_names(self) -> tuple[str, ...] | None:
-        return self.peer if self.peers else ()
+    def presets(self) -> list[str]:
+        return self.preset or ["causal"]
 
     def check(self, world: int) -> None:
         """Raise a TypeError or ValueError for a wrong option, for ``world`` ranks that were started."""
-        for option, values, choices in (
-            ("preset", self.preset, PRESETS),
-            ("strategy", self.strategy, strategy_names()),
-            ("layout", self.layout, LAYOUT_WORDS),
-            ("backend", self.backend, ("auto", *BACKENDS)),
-            ("device", (self.device,), DEVICES),
-            ("dtype", (self.dtype,) if self.dtype is not None else (), DTYPES),
+        for option, choices in (
+            ("preset", PRESETS),
+            ("strategy", strategy_names()),
+            ("layout", LAYOUT_WORDS),
+            ("backend", ("auto", *BACKENDS)),
+            ("device", DEVICES),
+            ("dtype", DTYPES),
         ):
-            for value in values:
-                check_choice(option, value, choices)
+            value = getattr(self, option)
+            for word in [value] if isinstance(value, str) else value or ():
+                check_choice(option, word, choices)
         for option in ("batch", "rounds", "heads", "kv_heads", "head_dim"):
             if (size := getattr(self, option)) is not None:
                 check_int(option, size, 1)
-        for seq_len in self.seq_len:
-            check_int("seq_len", seq_len, max(self.ranks, default=world))  # at least one token per rank
-        if check_number("budget", self.budget) < 0:
-            raise ValueError(f"budget={self.budget}: expected seconds, at least 0")
-        for n in self.ranks:
+        for n in self.ranks or ():
             if not 1 <= n <= world:
                 raise ValueError(
                     f"ranks={n}: expected 1 to {world}, the number of ranks that were started; raise --nproc"
                 )
-        for mask in self.mask:
+        for seq_len in map(read_tokens, self.seq_len or ()):
+            check_int("seq_len", seq_len, max(self.ranks or [world]))  # at least one token per rank
+        if check_number("budget", self.budget) < 0:
+            raise ValueError(f"budget={self.budget}: expected seconds, at least 0")
+        for mask in self.mask or ():
             mask_of(mask, 4096)
         heads = self.heads or 8
         if self.kv_heads is not None and heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads}: expected a divisor of heads={heads}")
 
     def cases(self, world: int, cuda: bool) -> list[BenchCase]:
-        """The combinations of preset, mask, ranks and length, short sequences first, for ``world`` started ranks."""
-        small = self.seq_len or (() if cuda else (1024, 2048, 4096))
+        """The combinations of preset, ranks, length and mask, short sequences first, for ``world`` started ranks."""
+        small = [*map(read_tokens, self.seq_len or ())] or ([] if cuda else [1024, 2048, 4096])
         heads = self.heads or (32 if cuda else 8)
-        head_dim = self.head_dim or (128 if cuda else 64)
-        return [
-            BenchCase(
-                preset=preset,
-                mask=mask,
-                seq_len=seq_len,
-                ranks=ranks,
-                batch=self.batch,
-                heads=heads,
-                kv_heads=self.kv_heads or max(1, heads // PRESETS[preset].heads_per_kv),
-                head_dim=round(head_dim * PRESETS[preset].qk_to_v),
-                v_head_dim=head_dim,
-                dtype=self.dtype or ("bfloat16" if cuda else "float32"),
-            )
-            for preset, ranks in product(self.preset, self.ranks or (world,))
-            for seq_len in sorted(small or PRESETS[preset].seq_lens)
-            for mask in self.mask or (PRESETS[preset].mask,)
-        ]
-
-    def strategies(self, preset: str, ranks: int) -> list[BenchStrategy]:
-        """The strategies to compare on ``ranks`` ranks, with every layout and backend of the options.
-
-        By default, an all-to-all has contiguous shards, and each other strategy has the layouts of the preset. Linear
-        attention has one strategy.
-        """
-        if PRESETS[preset].mixer:
-            return [BenchStrategy("by_heads", layout) for layout in self.layout or ("contiguous",)]
-        default = ("ring", "ulysses", "all_gather", *(["hybrid"] if ranks >= 4 else []), "auto")
-        defaults: dict[str, tuple[LayoutWord, ...]] = {"ulysses": ("contiguous",), "a2a": ("contiguous",)}
-        return [
-            BenchStrategy(strategy, layout, backend)
-            for strategy, backend in product(self.strategy or default, self.backend)
-            for layout in self.layout or defaults.get(strategy, PRESETS[preset].layouts)
-        ]
+        v_head_dim = self.head_dim or (128 if cuda else 64)
+        dtype = self.dtype or ("bfloat16" if cuda else "float32")
+        cases = []
+        for name, ranks in product(self.presets, self.ranks or [world]):
+            preset = PRESETS[name]
+            kv_heads = self.kv_heads or max(1, heads // preset.heads_per_kv)
+            head_dim = round(v_head_dim * preset.qk_to_v)
+            for seq_len, mask in product(sorted(small or preset.seq_lens), self.mask or [preset.mask]):
+                cases.append(
+                    BenchCase(name, mask, seq_len, ranks, self.batch, heads, kv_heads, head_dim, v_head_dim, dtype)
+                )
+        return cases

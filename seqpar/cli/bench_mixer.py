@@ -39,8 +39,3 @@ def linear_attention(heads: slice, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         outs.append((x @ y.mT * decays) @ z + (x * (rate * (at + 1)).exp()) @ state)
         state = (rate * len(at)).exp() * state + (y * (rate * (len(at) - 1 - at)).exp()).mT @ z
     return torch.cat(outs, 2).transpose(1, 2).to(v.dtype)
-
-
-def operations(tokens: int, heads: int, d: int, e: int, backward: bool) -> float:
-    """Floating-point operations of whole chunks: two products in a chunk, and two with the state."""
-    return (2 if backward else 1) * 2.0 * tokens * heads * (CHUNK * (d + e) + 2 * d * e)

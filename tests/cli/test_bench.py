@@ -16,26 +16,28 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.flop_counter import FlopCounterMode
 
 import seqpar
 from seqpar import Mask
+from seqpar.cli import bench_runners
 from seqpar.cli.bench import _WIDTH, draw_charts, report, rows_of, table_of
-from seqpar.cli.bench_cases import PRESETS, BenchCase, BenchConfig, BenchStrategy
+from seqpar.cli.bench_cases import PRESETS, BenchCase, BenchConfig
 from seqpar.cli.bench_mixer import linear_attention
-from seqpar.cli.bench_run import BOTH, FORWARD, CaseMeasurement, CaseResult, Groups, Sample
+from seqpar.cli.bench_run import BOTH, FORWARD, CaseMeasurement, CaseResult, Sample, run_once
 from seqpar.cli.bench_runners import (
+    BenchAttention,
     BenchSetting,
-    Peer,
     RefusalError,
     adapters,
-    make_peer,
-    peer_runner,
+    of_peer,
+    of_seqpar,
     reference,
-    strategy_runner,
+    runners,
 )
+from seqpar.cli.launch import CommandError
+from seqpar.patching.replaced import replaced
 from seqpar.planner.hardware import AttentionRate
 from seqpar.planner.layer import attention_seconds
 from seqpar.planner.setting import Setting
@@ -56,16 +58,16 @@ CASE = BenchCase("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (BenchConfig(preset=("casual",)), "preset='casual'.*causal"),
-        (BenchConfig(strategy=("ulyses",)), "strategy='ulyses'.*ulysses"),
-        (BenchConfig(layout=("zig",)), "layout='zig'"),
-        (BenchConfig(backend=("cuda",)), "backend='cuda'"),
+        (BenchConfig(preset=["casual"]), "preset='casual'.*causal"),
+        (BenchConfig(strategy=["ulyses"]), "strategy='ulyses'.*ulysses"),
+        (BenchConfig(layout=["zig"]), "layout='zig'"),
+        (BenchConfig(backend=["cuda"]), "backend='cuda'"),
         (BenchConfig(dtype="int8"), "dtype='int8'"),
-        (BenchConfig(mask=("window:0",)), "window:0"),
+        (BenchConfig(mask=["window:0"]), "window:0"),
         (BenchConfig(rounds=0), "rounds=0"),
         (BenchConfig(budget=-1.0), "budget=-1.0: expected seconds"),
-        (BenchConfig(seq_len=(1,)), "seq_len=1: expected at least 2"),
-        (BenchConfig(ranks=(4,)), "ranks=4: expected 1 to 2"),
+        (BenchConfig(seq_len=["1"]), "seq_len=1: expected at least 2"),
+        (BenchConfig(ranks=[4]), "ranks=4: expected 1 to 2"),
         (BenchConfig(heads=0), "heads=0: expected at least 1"),
         (BenchConfig(kv_heads=0), "kv_heads=0: expected at least 1"),
         (BenchConfig(head_dim=-4), "head_dim=-4: expected at least 1"),
@@ -84,11 +86,11 @@ def test_linear_attention_refuses_other_masks() -> None:
 
 def test_an_unknown_peer_is_named() -> None:
     with pytest.raises(ValueError, match=r"peer='deepspeed'.*deepspeed_ulysses"):
-        adapters(["deepspeed"])
+        adapters(BenchConfig(peer=["deepspeed"]))
 
 
 def test_cases_are_every_combination() -> None:
-    config = BenchConfig(preset=tuple(PRESETS), seq_len=(2048, 1024), ranks=(1, 2), heads=8)
+    config = BenchConfig(preset=list(PRESETS), seq_len=["2K", "1024"], ranks=[1, 2], heads=8)
     cases = config.cases(2, cuda=False)
     assert len(cases) == len(set(cases)) == len(PRESETS) * 2 * 2
     assert [case.seq_len for case in cases[:2]] == [1024, 2048]
@@ -96,19 +98,24 @@ def test_cases_are_every_combination() -> None:
     assert shapes["gqa"] == ("causal", 2, 64, 64)
     assert shapes["mla"] == ("causal", 8, 96, 64)
     assert shapes["packed"][0] == "mix:magi" and shapes["video"][0] == "full"
-    assert [case.seq_len for case in BenchConfig(preset=("image", "video")).cases(1, cuda=True)] == [4608, 76112]
+    assert [case.seq_len for case in BenchConfig(preset=["image", "video"]).cases(1, cuda=True)] == [4608, 76112]
     for case in cases:
         assert case.make_mask().batch >= 1
 
 
 def test_each_strategy_has_the_layout_that_balances_it() -> None:
-    names = [strategy.name for strategy in BenchConfig().strategies("causal", 4)]
-    assert names == ["ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"]
-    assert [strategy.name for strategy in BenchConfig().strategies("linear", 2)] == ["by_heads contiguous"]
-    packed = [strategy.name for strategy in BenchConfig(strategy=("ring", "ulysses")).strategies("packed", 2)]
+    def names(preset: str, ranks: int, **options: list[str]) -> list[str]:
+        rows = runners(BenchConfig(**options, peers=False), replace(CASE, preset=preset, ranks=ranks))
+        return [row.name for row in rows if row.kind == "seqpar"]
+
+    assert names("causal", 4) == [
+        "ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"
+    ]  # fmt: skip
+    assert names("linear", 2) == ["by_heads contiguous"]
+    packed = names("packed", 2, strategy=["ring", "ulysses"])
     assert packed == ["ring zigzag", "ring balanced", "ulysses contiguous"]
-    config = BenchConfig(strategy=("ring",), layout=("striped", "zigzag"), backend=("auto", "cpu"))
-    assert len(config.strategies("packed", 2)) == 4
+    every = names("packed", 2, strategy=["ring"], layout=["striped", "zigzag"], backend=["auto", "cpu"])
+    assert every == ["ring striped", "ring zigzag", "ring striped cpu", "ring zigzag cpu"]
 
 
 @pytest.mark.parametrize(("mask", "pairs"), [("causal", 10), ("full", 16), ("window:2", 7), ("documents:2", 6)])
@@ -116,7 +123,7 @@ def test_operations_are_counted_from_the_mask(mask: str, pairs: int) -> None:
     case = BenchCase("causal", mask, 4, 1, 2, 3, 3, 8, 4, "float32")
     assert case.visible_pairs() == 2 * pairs
     assert case.operations(backward=False) == 2 * (2 * pairs) * 3 * (8 + 4)
-    assert case.operations(backward=True) == 2 * (2 * pairs) * 3 * (3 * 8 + 2 * 4)
+    assert case.operations(backward=True) == 2 * (2 * pairs) * 3 * ((8 + 4) + (3 * 8 + 2 * 4))
 
 
 def test_linear_attention_is_its_definition() -> None:
@@ -130,7 +137,7 @@ def test_linear_attention_is_its_definition() -> None:
     with FlopCounterMode(display=False) as counter:
         linear_attention(slice(0, 2), *(torch.randn(1, 256, 2, 8) for _ in range(3)))
     case = replace(LINEAR, seq_len=256, batch=1, heads=2, head_dim=8)
-    assert case.operations(False) == counter.get_total_flops() == case.operations(True) / 2
+    assert case.operations(False) == counter.get_total_flops() == case.operations(True) / 3
 
 
 # From recorded seconds to the table
@@ -221,10 +228,15 @@ def test_charts_of_recorded_seconds(tmp_path: Path) -> None:
 # Adapters
 
 
-def setting(**changes: Any) -> BenchSetting:
-    group: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
-    values = {name: getattr(CASE, name) for name in CASE.__dataclass_fields__} | changes
-    return BenchSetting(BenchCase(**values), group, group, 2, CPU)
+def setting(group: Any = None, **changes: Any) -> BenchSetting:
+    """A setting on two ranks. Without a group it is for what runs on no rank."""
+    group = group or SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    return BenchSetting(replace(CASE, **changes), CPU, group, alone=group, fake=group, control=group, world=2)
+
+
+def make_peer(name: str, setting: BenchSetting) -> BenchAttention:
+    (module,) = adapters(BenchConfig(peer=[name]))
+    return of_peer(setting, module)
 
 
 REFUSALS = {
@@ -238,7 +250,7 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_needs_cuda_says_so(name: str) -> None:
     with pytest.raises(RefusalError, match=REFUSALS[name]):
-        make_peer(adapters([name])[name], setting())
+        make_peer(name, setting())
 
 
 @pytest.mark.parametrize(
@@ -257,7 +269,7 @@ def test_a_package_that_is_missing_is_named(name: str, package: str, monkeypatch
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(RefusalError, match=f"{package} is not installed"):
-        make_peer(adapters([name])[name], setting())
+        make_peer(name, setting())
 
 
 @pytest.mark.parametrize(
@@ -275,67 +287,60 @@ def test_what_a_package_cannot_do_is_named(
     monkeypatch.setitem(sys.modules, "ring_attention_pytorch", SimpleNamespace(ring_flash_attention=function))
     monkeypatch.setitem(sys.modules, "ring_attention_pytorch.ring_flash_attention", function)
     with pytest.raises(RefusalError, match=message):
-        make_peer(adapters(["ring_attention_lucidrains"])["ring_attention_lucidrains"], setting(**changes))
+        make_peer("ring_attention_lucidrains", setting(**changes))
 
 
 def test_shards_of_different_lengths_are_refused_by_all_peers() -> None:
     """Otherwise a collective of unequal messages ends the process, and the whole comparison with it."""
-    for module in adapters(None).values():
+    for module in adapters(BenchConfig()):
         with pytest.raises(RefusalError):
-            make_peer(module, setting(seq_len=63))
+            of_peer(setting(seq_len=63), module)
 
 
 @on_ranks
 def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
-    """One small case with an adapter that is right and one that is wrong, without a command around it."""
-    groups = Groups(group, group, group, group)
-    config = BenchConfig(strategy=("ring",), rounds=3, charts=False)
-    right = adapters(["gather_sdpa"])["gather_sdpa"]
+    """One small case with an adapter that is right and two that are wrong, without a command around it."""
+    config = BenchConfig(strategy=["ring"], rounds=3, charts=False)
+    (right,) = adapters(BenchConfig(peer=["gather_sdpa"]))
 
-    def wrong(setting: BenchSetting) -> Peer:
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return q + k + v
+    def wrong(setting: BenchSetting) -> BenchAttention:
+        return BenchAttention(lambda q, k, v: q + k + v, setting.positions())
 
-        return Peer(attention, setting.positions())
+    def half_right(setting: BenchSetting) -> BenchAttention:
+        attend = right.make(setting).attend  # but for dv
+        return BenchAttention(lambda q, k, v: attend(q, k, v + 0 * k) + (v - v.detach()), setting.positions())
 
-    def half_right(setting: BenchSetting) -> Peer:
-        peer = right.make(setting)
-
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = peer.attention(q, k, v + 0 * k)  # the same
-            return out + (v - v.detach())  # but for dv
-
-        return Peer(attention, setting.positions())
-
-    measurement = CaseMeasurement(CASE, groups, CPU, config, lambda text: None)
-    others = {name: SimpleNamespace(NAME=name, make=make) for name, make in (("wrong", wrong), ("half", half_right))}
-    measurement.prepare({"right": right, **others})
-    measurement.rounds(until=0.0)
-    place = BenchSetting(CASE, group, group, group.size(), CPU)
-    ring = strategy_runner(place, BenchStrategy("ring", "zigzag"))
-    sent, *_ = ring.count()
-    with ring.silence():
-        _, silent = ring.run(ring.silent)
-    wide = BenchSetting(replace(CASE, head_dim=24), group, group, group.size(), CPU)  # as in the preset mla
-    _, latent = strategy_runner(wide, BenchStrategy("ring", "zigzag")).run()
-    packed = BenchSetting(replace(CASE, mask="documents:768", seq_len=1024), group, group, group.size(), CPU)
-    balanced = strategy_runner(packed, BenchStrategy("ring", "balanced"))
-    balanced_errors = balanced.errors(reference(packed))
-    linear = CaseMeasurement(LINEAR, groups, CPU, config, lambda text: None)
-    linear.prepare({"wrong": SimpleNamespace(NAME="wrong", make=wrong)})
-    linear.rounds(until=0.0)
-    peer = peer_runner(place, right, group)
-    peer_errors = peer.errors(measurement._reference())
+    others = [SimpleNamespace(NAME=name, make=make) for name, make in (("wrong", wrong), ("half", half_right))]
+    place = setting(group)
+    with replaced(bench_runners, adapters=lambda config: [right, *others]):
+        measurement = CaseMeasurement(place, config, lambda text: None)
+        measurement.prepare()
+        measurement.rounds(until=0.0)
+        linear = CaseMeasurement(replace(place, case=LINEAR), config, lambda text: None)
+        linear.prepare()
+        linear.rounds(until=0.0)
+    ring = of_seqpar(place, "ring", "zigzag")
+    assert ring.silent is not None
+    inputs = place.inputs(ring.positions)
+    with seqpar.trace() as sent:
+        run_once(ring, inputs)
+    _, silent = run_once(ring.silent, inputs)
+    wide = of_seqpar(setting(group, head_dim=24), "ring", "zigzag")  # as in the preset mla
+    _, latent = run_once(wide, setting(group, head_dim=24).inputs(wide.positions))
+    packed = setting(group, mask="documents:768", seq_len=1024)
+    balanced = CaseMeasurement(packed, replace(config, layout=["balanced"], peers=False), lambda text: None)
+    balanced.prepare()
+    with pytest.raises(CommandError, match="the reference cannot be computed: no mask window:8"):
+        CaseMeasurement(setting(group, preset="linear", mask="window:8"), config, lambda text: None).prepare()
     torch.set_num_threads(1)
     return {
         "refused": measurement.result.refused,
         "samples": {sample.name: sample for sample in measurement.result.samples},
-        "sent": sent,
+        "sent": sent.bytes_sent,
         "silent": [tuple(x.shape) for x in silent],
         "latent": [x.shape[3] for x in latent],
-        "peer_errors": peer_errors,
-        "balanced": balanced.positions.tolist(),
-        "balanced_errors": balanced_errors,
+        "positions": of_seqpar(packed, "ring", "balanced").positions.tolist(),
+        "balanced": {sample.name: sample for sample in balanced.result.samples},
         "linear": {sample.name: sample for sample in linear.result.samples},
     }
 
@@ -362,15 +367,14 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert samples["ring zigzag"].bytes_sent == max(a["sent"] for a in answers) > 0
         assert answer["silent"] == [(1, 32, 4, 16)] * 4
         assert answer["latent"] == [16, 24, 24, 16]
-        for error, norm in (*answer["peer_errors"], *answer["balanced_errors"]):  # squares
-            assert_error(error**0.5, 0.0, size=norm**0.5)
         assert set(answer["linear"]) == {"linear attention", "by_heads contiguous"}
-        for x in answer["linear"].values():
+        assert [len(x.silent[BOTH]) for x in answer["linear"].values()] == [0, 3]
+        assert "ring balanced" in answer["balanced"]
+        for x in (*answer["linear"].values(), *answer["balanced"].values()):
             assert_error(x.error, 0.0)
-            assert len(x.silent[BOTH]) in (0, 3)
         assert answer["linear"]["by_heads contiguous"].bytes_sent > 0
     made = seqpar.Sharding.balanced(Mask.documents([0, 768, 1024]), 1024, ranks=2, rank=1)
-    assert isinstance(made.layout, seqpar.Assigned) and answers[1]["balanced"] == made.positions().tolist()
+    assert isinstance(made.layout, seqpar.Assigned) and answers[1]["positions"] == made.positions().tolist()
 
 
 # The order of magnitude of a core's rates, and of messages in shared memory.

@@ -149,7 +149,7 @@ def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:
         assert options["--strategy"] in strategy_names() and options["--seq-len"] == str(TOKENS)
         ranks = int(options.get("--nproc", "0"))
         config = BenchConfig(
-            strategy=(options["--strategy"],), layout=(options["--layout"],), seq_len=(TOKENS,), mask=("causal",),
+            strategy=[options["--strategy"]], layout=[options["--layout"]], seq_len=[str(TOKENS)], mask=["causal"],
             heads=int(options["--heads"]), kv_heads=int(options["--kv-heads"]), head_dim=int(options["--head-dim"]),
         )  # fmt: skip
         if ranks > 1:
