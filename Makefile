@@ -38,7 +38,7 @@ demo: $(READY)
 test: $(READY)
 	$(PYTEST) $(IN_THREE) -m "not thorough" $(PYTEST_ARGS)
 
-# Further sizes, models and engines of the same tests (tests/thorough.txt). About as long again.
+# Further sizes, models and engines of the same tests: the cases that are marked thorough. About as long again.
 test-thorough: $(READY)
 	$(PYTEST) $(IN_THREE) -m thorough $(PYTEST_ARGS)
 

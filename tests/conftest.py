@@ -6,7 +6,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Generator, Iterator
 from itertools import chain
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +25,6 @@ settings.load_profile("seqpar")
 torch.set_num_threads(1)
 
 _CASES_RAN = pytest.StashKey[int]()
-_THOROUGH = Path(__file__).with_name("thorough.txt")
 # A test that takes longer than this, alone on one core, is marked slow.
 _SLOW_S = 8.0
 
@@ -40,20 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of ``thorough.txt``. Run files with slow tests first, so that the processes end at the same time.
+    """Run files with slow tests first, so that the processes end at the same time.
 
     With ``--case``, deselect the tests that do not run cases.
     """
-    lines = [line for line in _THOROUGH.read_text().splitlines() if line and not line.startswith("#")]
-    ids = {item: item.nodeid.removeprefix("tests/") for item in items}
-    for item, name in ids.items():
-        if name.startswith(tuple(lines)):
-            item.add_marker("thorough")
-    files = {name.partition("::")[0] for name in ids.values()}
-    if not any("::" in argument for argument in config.args):
-        for line in lines:
-            if line.partition("::")[0] in files and not any(name.startswith(line) for name in ids.values()):
-                raise pytest.UsageError(f"{_THOROUGH}: no test begins with {line!r}")
+    _keep_thorough(items, whole_files=not any("::" in argument for argument in config.args))
     slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
     items.sort(key=lambda item: item.path not in slow)
     if config.getoption("--case") is None:
@@ -61,6 +51,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     with_cases = [item for item in items if "batch" in getattr(item, "fixturenames", ())]
     config.hook.pytest_deselected(items=[item for item in items if item not in with_cases])
     items[:] = with_cases
+
+
+def _keep_thorough(items: list[pytest.Item], whole_files: bool) -> None:
+    """Keep the mark ``thorough(ranks=[3, 4])`` for the cases in which ``ranks`` is 3 or 4.
+
+    With several parameters, each must have one of its values. Without parameters it is kept for all cases.
+
+    Raises:
+        pytest.UsageError: the test has no such parameter, or no case has a value of the list.
+    """
+    unused: dict[tuple[str, str], list[Any]] = {}
+    for item in items:
+        test, kept = item.nodeid.partition("[")[0], False
+        marks = [mark for mark in item.own_markers if mark.name == "thorough"]
+        for mark in marks:
+            params, matches = item.callspec.params if mark.kwargs else {}, True  # type: ignore[attr-defined]
+            for name, values in mark.kwargs.items():
+                if name not in params:
+                    raise pytest.UsageError(f"{test}: thorough({name}=...): it has the parameters {', '.join(params)}")
+                left = unused.setdefault((test, name), list(values))
+                left[:] = [value for value in left if value != params[name]]
+                matches &= params[name] in values
+            kept |= matches
+        if not kept:
+            item.own_markers[:] = [mark for mark in item.own_markers if mark not in marks]
+    for (test, name), left in unused.items():
+        if left and whole_files:
+            raise pytest.UsageError(f"{test}: thorough({name}={left}): no case has these values")
 
 
 @pytest.hookimpl(wrapper=True)

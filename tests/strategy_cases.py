@@ -56,6 +56,7 @@ LAYER_STRATEGIES: dict[str, dict[str, Any]] = {
     "activations": {"strategy": "context_parallel", "gather": "activations"},
     "tp_sp": {"strategy": "tp_sp"},
 }
+DISTINCT_LAYERS = [name for name in LAYER_STRATEGIES if name not in OTHER_NAMES]
 
 # One row for each layer class, for tests in which a row costs seconds.
 ONE_PER_CLASS = ("ring", "ulysses", "all_gather", "hybrid", "tp_sp")

@@ -219,6 +219,7 @@ def test_tables_in_a_file_have_100_columns(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_charts_of_recorded_seconds(tmp_path: Path) -> None:
     charts = draw_charts([recorded()], tmp_path, "a machine")
     assert {chart.name for chart in charts} == {"length.png", "ideal.png", "memory.png"}
@@ -398,6 +399,7 @@ def test_the_planner_knows_which_ring_is_slower() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_small_comparison(tmp_path: Path) -> None:
     arguments = (
         "bench --nproc 2 --ranks 1 --ranks 2 --seq-len 64 --heads 2 --head-dim 16 --strategy ulysses --strategy p2p "

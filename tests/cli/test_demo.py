@@ -46,6 +46,8 @@ def train(own: OwnPool) -> Train:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(ranks=[4])
+@pytest.mark.thorough(options=[["--strategy=tp_sp", "--layout=contiguous"]])
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -99,6 +101,7 @@ def test_documents() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     some = {"ring, zigzag": demo._STRATEGIES["ring, zigzag"]}
     monkeypatch.setattr(demo, "_STRATEGIES", some)

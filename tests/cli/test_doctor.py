@@ -50,6 +50,7 @@ def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, st
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(world=[1, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_strategy_gives_the_numbers_of_one_device(pool: Pool, world: int) -> None:
     by_rank = pool.run(world, _compare, False)
@@ -95,6 +96,7 @@ def test_the_command_starts_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_rates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(measure, "_LONG_ENOUGH_S", 0.01)
     monkeypatch.setattr(doctor, "_start_ranks", lambda *_: REPORT)

@@ -49,6 +49,7 @@ def test_results_by_rank() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(how=["raises", "command", "exits"])
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cluster_smoke.py"
 # Without ``site``, packages that were installed from this checkout are not found.
 BARE = [sys.executable, "-S"]
@@ -91,7 +92,6 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     return results
 
 
-@pytest.mark.slow
 def test_a_right_cluster(jobs: Jobs) -> None:
     codes, checks = jobs["right"]
     assert codes == [0] and len(checks) == 15, checks
@@ -99,7 +99,6 @@ def test_a_right_cluster(jobs: Jobs) -> None:
     assert checks["a rank is killed"].startswith("True: the rank after ")
 
 
-@pytest.mark.slow
 def test_wrong_gradients_are_reported(jobs: Jobs) -> None:
     codes, checks = jobs["broken"]
     assert codes == [1]

@@ -35,6 +35,7 @@ def run(which: str, out: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(which=["more"])
 @pytest.mark.parametrize("which", CASES)
 def test_a_death_is_named(pool: Pool, which: str, tmp_path: Path) -> None:
     """In forks of the pool's fork server, which import nothing again."""

@@ -43,6 +43,7 @@ raise ValueError("out of memory")
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(started=["by the caller"])
 @pytest.mark.parametrize("started", ["by init_mesh", "by the caller"])
 def test_a_rank_that_raises_does_not_wait_for_messages(started: str) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

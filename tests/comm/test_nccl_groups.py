@@ -136,6 +136,7 @@ def test_exchanges_of_random_documents_end(ranks: int, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(ranks=[72, 128, 96])
 @pytest.mark.parametrize(
     ("ranks", "per_host", "layout", "gather", "mask"),
     [

@@ -139,9 +139,10 @@ def step(group: ProcessGroup, options: dict[str, Any], kv_heads: int) -> tuple[l
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(name=["all_gather in chunks"])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_attention_is_the_same_as_over_gloo(pool: Pool, name: str, world: int, kv_heads: int) -> None:
     in_memory, over_gloo = (
         pool.run(world, step, STRATEGIES[name], kv_heads, shared_memory=shared) for shared in (True, False)

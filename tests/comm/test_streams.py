@@ -160,6 +160,7 @@ def test_an_all_gather_has_the_keys_of_two_chunks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(strategy=["all_gather", "chunks", "hybrid"])
 @pytest.mark.parametrize(("strategy", "mask", "per_host"), CASES)
 def test_memory_is_used_in_order(strategy: str, mask: str, per_host: int) -> None:
     with one_rank(per_host) as simulator:
@@ -246,6 +247,7 @@ def test_restored_tensors_are_sent_when_they_are_there() -> None:
         assert not gradients[0].is_after(first)
 
 
+@pytest.mark.thorough(strategy=["ulysses"])
 @pytest.mark.parametrize("where", ["forward", "backward", "packing"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_memory_is_used_in_order_after_an_error(strategy: str, where: str) -> None:

@@ -1,4 +1,4 @@
-"""``--case``: a failure prints a command that runs only the failed case."""
+"""``--case``: a failure prints a command that runs only the failed case. The mark ``thorough``: which cases have it."""
 
 from __future__ import annotations
 
@@ -92,6 +92,7 @@ class Run:
 
     code: int
     output: str
+    errors: str
 
     @property
     def cases(self) -> list[str]:
@@ -113,7 +114,7 @@ def run_pytest(sample: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         plugins = [word for name in ("no:cacheprovider", "no:faulthandler", "no:xdist", "tests.conftest")
                    for word in ("-p", name)]  # fmt: skip
         code = pytest.main(["-s", "--rootdir=.", *plugins, *arguments])
-        return Run(int(code), capsys.readouterr().out)
+        return Run(int(code), *capsys.readouterr())
 
     return run
 
@@ -139,3 +140,41 @@ def test_part_of_an_id_and_unknown_ids(run_pytest: Callable[..., Run]) -> None:
     unknown = run_pytest("test_sample.py", "-k", "not on_ranks", "--case", "no such case")
     assert not unknown.cases and unknown.code == pytest.ExitCode.NO_TESTS_COLLECTED
     assert "--case 'no such case': 0 cases ran" in unknown.output
+
+
+MARKED = """
+import pytest
+
+@pytest.mark.thorough(ranks=[3], how=["a"])
+@pytest.mark.thorough(ranks=[4])
+@pytest.mark.parametrize("how", ["a", "b"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_marked(ranks, how):
+    print(f"ran {ranks} {how}.")
+
+@pytest.mark.thorough
+def test_whole():
+    print("ran whole.")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("value", "ranks=[4, 5]", r"thorough\(ranks=\[5\]\): no case has these values"),
+        ("parameter", "world=[4]", r"thorough\(world=...\): it has the parameters .*ranks"),
+        ("right", "ranks=[4]", ""),
+    ],
+)
+def test_which_cases_are_thorough(
+    run_pytest: Callable[..., Run], sample: Path, name: str, changed: str, message: str
+) -> None:
+    """The marked ones. A value or a parameter that does not exist is an error."""
+    file = sample.with_name(f"test_marked_{name}.py")
+    file.write_text(MARKED.replace("ranks=[4]", changed))
+    thorough, others = (run_pytest(file.name, "-m", which) for which in ("thorough", "not thorough"))
+    if message:
+        assert thorough.code == others.code == pytest.ExitCode.USAGE_ERROR
+        assert re.search(f"{file.name}::test_marked: {message}", thorough.errors)
+    else:
+        assert thorough.cases == ["3 a", "4 a", "4 b", "whole"] and others.cases == ["2 a", "2 b", "3 b"]

@@ -15,7 +15,7 @@ from seqpar import Mask
 from ..models import full
 from ..pool import Pool, on_ranks
 from ..problems import present_backends
-from ..strategy_cases import LAYER_STRATEGIES
+from ..strategy_cases import DISTINCT_LAYERS, LAYER_STRATEGIES
 
 MASK = Mask.documents([0, 5, 31, 38]) & Mask.sliding_window(20, 3)
 
@@ -64,8 +64,9 @@ def layer_under_default(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(strategy=["all_gather", "all_gather in chunks", "activations"])
 @pytest.mark.parametrize("backend", present_backends())
-@pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
+@pytest.mark.parametrize("strategy", DISTINCT_LAYERS)
 def test_the_default_device_does_not_matter(pool: Pool, strategy: str, backend: str) -> None:
     compare(pool, strategy, backend, torch.device("meta"))
 

@@ -193,6 +193,7 @@ def verify_round_trip(case: ShardCase, by_rank: list[dict[str, Tensor]]) -> None
             assert torch.equal(got["dx"], dx)
 
 
+@pytest.mark.thorough(world=[3])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_shard_and_unshard(batch: Batch, world: int) -> None:
     batch.check(world, round_trip, shard_cases(world), verify_round_trip)

@@ -54,12 +54,14 @@ def _run(command: list[str | Path], **kwargs: Any) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_wheel_installs_no_other_top_level_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"seqpar", f"seqpar-{seqpar.__version__}.dist-info"}
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_wheel_is_complete(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     files = (path for suffix in ("py", "json") for path in (ROOT / "seqpar").rglob(f"*.{suffix}"))
@@ -75,6 +77,7 @@ def test_the_wheel_is_complete(wheel: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_wheel_works_from_anywhere(wheel: Path, tmp_path: Path) -> None:
     """Unpacked away from the sources: the folders are inside the package, and `seqpar demo` runs."""
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")

@@ -90,6 +90,8 @@ def objects_after_steps(group: ProcessGroup, strategy: str) -> list[int]:
     return counts
 
 
+@pytest.mark.thorough(strategy=["ulysses"])
+@pytest.mark.thorough(shared_memory=[True])
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared memory"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_past_steps_leave_no_objects(pool: Pool, strategy: str, shared_memory: bool) -> None:

@@ -76,6 +76,7 @@ def expected(case: Case, seed: int) -> dict[str, Tensor]:
     return {"out": out.detach(), "dq": grads[0].nan_to_num(0.0), "dk": grads[1].nan_to_num(0.0), "dv": grads[2]}
 
 
+@pytest.mark.thorough(world=[2])
 @pytest.mark.parametrize("world", [2, 3])
 def test_attention_over_streams_is_one_device_s(batch: Batch, world: int) -> None:
     cases = [Case(*each) for each in product(STREAMS, DISTINCT, MASKS) if each[2] == "full" or each[0] in STREAMS[:2]]

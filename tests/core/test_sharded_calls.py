@@ -46,6 +46,7 @@ def attend(group: ProcessGroup, layout: str, options: dict[str, Any]) -> tuple[l
     return results, handshakes[0]
 
 
+@pytest.mark.thorough(strategy=["all_gather in chunks", "p2p", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_attention_with_a_sharding(batch: Batch, strategy: str, world: int) -> None:
@@ -107,6 +108,7 @@ def check_layer(by_rank: list[tuple[list[Tensor], int]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(strategy=["all_gather in chunks", "p2p", "a2a", "a2a+p2p"])
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
 def test_layers_with_a_sharding(batch: Batch, strategy: str, world: int) -> None:

@@ -156,6 +156,7 @@ def test_models_compute_one_process_s_results(batch: Batch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_model_computes_one_process_s_results(batch: Batch, world: int) -> None:
     models = [model for model in MODELS if available(model) and (world == 3 or model not in QUICK)]
@@ -163,11 +164,13 @@ def test_every_model_computes_one_process_s_results(batch: Batch, world: int) ->
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_ring_across_all_to_alls(batch: Batch) -> None:
     check(batch, 4, [case for model in ("flux", "wan", "sd35", "hunyuan15") for case in cases(model, 4)])
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_gradient_checkpointing(batch: Batch) -> None:
     models = (
         "flux2",
@@ -188,6 +191,7 @@ def test_gradient_checkpointing(batch: Batch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_blocks(batch: Batch) -> None:
     check(batch, 2, [Case(model) for model in ("flux", "wan")], compiled=True, restored=False)
 
@@ -200,6 +204,7 @@ BREAKS = ("local attention", "this rank's keys", "no mask", "streams in another 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(models=[tuple(MODELS)])
 @pytest.mark.parametrize("what", BREAKS)
 @pytest.mark.parametrize("models", [("flux", "wan", "hunyuan15", "qwen"), tuple(MODELS)], ids=["some", "all"])
 def test_a_break_is_noticed(batch: Batch, models: tuple[str, ...], what: str) -> None:
@@ -355,6 +360,16 @@ def compare_in(group: ProcessGroup, name: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(
+    name=[
+        "a hook leaves the first block out after",
+        "attention without scores after",
+        "a copy with hooks",
+        "hooks of accelerate after",
+        "checkpoint wrappers after",
+        "a wrapper of torch.compile",
+    ]
+)
 @pytest.mark.parametrize("name", SURROUNDINGS)
 def test_what_other_packages_do_with_a_model(pool: Pool, name: str) -> None:
     for found in pool.run(2, compare_in, name):

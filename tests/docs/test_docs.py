@@ -114,6 +114,9 @@ def _run_page_in(folder: Path, page: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(
+    page=["docs/megatron.md", "docs/migrating.md", "docs/numerics.md", "docs/planning.md", "docs/strategies.md"]
+)
 @pytest.mark.parametrize("page", [page for page in PAGES if _blocks(page) and page != "docs/recipes.md"])
 def test_a_page_runs(pool: Pool, own: OwnPool, page: str, tmp_path: Path) -> None:
     if any(_begins_recipe(source) for _, source in _blocks(page)):
@@ -169,6 +172,7 @@ def test_a_kept_sharding_function_needs_its_own_layout(own: OwnPool) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_quickstart_runs_under_torchrun_without_a_warning() -> None:
     # The ranks are forks of torchrun's process, so that torch is imported once.
     options = ["--standalone", "--nproc-per-node", "2", "--run-path", "--start-method=fork"]
@@ -213,6 +217,7 @@ def test_code_fits_the_page(page: str) -> None:
     assert not wide
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mask", "section", "gpus", "tokens"),
     [("causal", "wins", 8, 128 << 10), ("causal", "wins", 256, 1 << 20), ("mix:magi", "packed", 32, 512 << 10)],

@@ -93,6 +93,7 @@ def losses_of_ranks(group: ProcessGroup, script: Path, arguments: list[str]) -> 
         return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(two: Pool, tmp_path: Path, name: str) -> None:
     packages, arguments = EXAMPLES[name]
@@ -136,6 +137,7 @@ def losses_with_images_of_ranks(group: ProcessGroup, folder: str) -> list[float]
         return losses_with_images(folder)
 
 
+@pytest.mark.thorough
 def test_a_trainer_with_images(two: Pool, tmp_path: Path) -> None:
     with torchrun(None):
         alone = losses_with_images(str(tmp_path))
@@ -152,6 +154,7 @@ def run_host(out: Path, arguments: list[str]) -> None:
     torch.distributed.run.main(arguments)
 
 
+@pytest.mark.thorough
 def test_two_hosts(tmp_path: Path) -> None:
     """One torchrun for each host, as the guide describes it."""
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -16,7 +16,7 @@ from ..pool import OwnPool, Pool, mesh_of, on_ranks, start
 from ..reference import assert_close
 from .test_docs import _blocks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @on_ranks

@@ -74,6 +74,7 @@ def train(group: ProcessGroup, seed: int, zero: int, dp: int, strategy: str, cli
     assert min(moved) > 100 * max(error, rounding), (moved, error, rounding)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_weights_equal_one_process(own: OwnPool, zero: int) -> None:
     for dp, strategy, clip in ((1, "hybrid", 0.0), (2, "ring", 0.1)):

@@ -146,6 +146,7 @@ def check(pool: Pool, schedule: str, sizes: tuple[int, ...], fsdp: tuple[str, ..
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "sizes", "fsdp"),
     [
@@ -167,5 +168,6 @@ def sixteen() -> Iterator[Pool]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_sixteen_ranks(sixteen: Pool) -> None:
     check(sixteen, "1F1B", (2, 2, 2, 1, 2), ("dp", "ring"))

@@ -146,6 +146,9 @@ def train(group: ProcessGroup, seed: int, schedule: str, strategy: str) -> None:
             assert_close(p, theirs[name], what=name)
 
 
+@pytest.mark.thorough(schedule=["GPipe", *LOOPED, "ZBVZeroBubble"])
+@pytest.mark.thorough(schedule=["1F1B"], strategy=["ulysses"])
+@pytest.mark.thorough(schedule=["DualPipeV"], strategy=["ring"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 @pytest.mark.parametrize("schedule", [*SINGLE, *LOOPED, *V_SHAPED])
 def test_schedules(own: OwnPool, schedule: str, strategy: str) -> None:

@@ -275,6 +275,7 @@ def compare(ours: list[Run], theirs: Run, rounding: float) -> None:
             check_values([value], [theirs[1][name]], rounding, name)
 
 
+@pytest.mark.thorough(data=["packed"])
 @pytest.mark.parametrize(
     ("world", "config", "kind", "batch", "data"),
     [
@@ -300,6 +301,8 @@ def test_trainer(
     )
 
 
+@pytest.mark.thorough(world=[2])
+@pytest.mark.thorough(world=[4], kind=["gpt_oss"])
 @pytest.mark.parametrize(
     ("world", "config", "kind", "packing"),
     [
@@ -332,6 +335,7 @@ def test_sft_trainer(
     compare(ours, expected, rounding_of_steps(kind))
 
 
+@pytest.mark.thorough(cp_size=[4])
 @pytest.mark.parametrize(("cp_size", "data", "fsdp"), [(4, "shuffled", False), (2, "stream", False), (2, "rows", True)])
 def test_accelerate_loop(pools: dict[int, Pool], cp_size: int, data: str, fsdp: bool) -> None:
     """Under DDP, and FSDP2 over all four ranks, there with all switches of ``Memory``."""
@@ -455,6 +459,7 @@ def with_changes(config: Any, folder: str, what: str, batch: int = 2) -> Run:
 BODIES["changes"] = with_changes
 
 
+@pytest.mark.thorough(what=["own division", "own factor", "experts", "evaluated before, bf16", "rows classified"])
 @pytest.mark.parametrize(
     "what",
     [
@@ -590,6 +595,7 @@ BODIES["switches"] = lambda config, folder, names, batch=2: {
 }
 
 
+@pytest.mark.thorough(names=[["torch_compile"]])
 @pytest.mark.parametrize(
     ("world", "names"),
     [
@@ -686,6 +692,7 @@ def resumed(config: Any, folder: str, workers: int, data: str) -> Run:
 BODIES["resumed"] = resumed
 
 
+@pytest.mark.thorough(workers=[0], data=["rows"])
 @pytest.mark.parametrize(("workers", "data"), [(0, "rows"), (2, "rows"), (0, "group_by_length"), (0, "stream")])
 def test_resume(pools: dict[int, Pool], tmp_path: Path, workers: int, data: str) -> None:
     """In the middle of an epoch, with random numbers that are drawn in the collate function."""
@@ -845,6 +852,8 @@ def mixin_on_ranks(group: ProcessGroup, folder: str, dp: int, across: bool, eval
         return with_mixin(mesh, folder, 2 // dp, across, eval_rows)
 
 
+@pytest.mark.thorough(dp=[1])
+@pytest.mark.thorough(across=[False])
 @pytest.mark.parametrize(("dp", "across", "eval_rows"), [(2, True, 8), (2, False, 8), (1, True, 7)])
 def test_mixin_trainer(pools: dict[int, Pool], tmp_path: Path, dp: int, across: bool, eval_rows: int) -> None:
     """``dp`` replicas of ``4 / dp`` ranks of a sequence, compared with one process with ``dp`` times the batch."""
@@ -900,6 +909,7 @@ def drawn(group: ProcessGroup, sequence_ranks: int, workers: int) -> list[Any]:
     return seen
 
 
+@pytest.mark.thorough(workers=[0])
 @pytest.mark.parametrize("workers", [0, 2, -1])
 def test_ranks_draw_the_same_rows(pools: dict[int, Pool], workers: int) -> None:
     """From samplers, datasets and collate functions, and in workers that transformers seeds by the rank.

@@ -130,6 +130,7 @@ def of_one_process() -> tuple[list[dict[str, Tensor]], list[float]]:
     return batches, expected
 
 
+@pytest.mark.thorough(how=["planned"])
 @pytest.mark.parametrize("how", ["loaded", "scatter", "planned"])
 def test_fine_tuning_has_the_losses_of_one_process(pool: Pool, how: str) -> None:
     batches, expected = of_one_process()

@@ -84,6 +84,9 @@ def wrapped(
     check(Result(expected.loss if "moe" in kind else loss.item(), gradients(outer)), expected)
 
 
+@pytest.mark.thorough(kind=["qwen3_moe", "bert", "gemma2"])
+@pytest.mark.thorough(wrapper=["ddp"], kind=["qwen3_5"])
+@pytest.mark.thorough(wrapper=["fsdp then parallelize"])
 @pytest.mark.parametrize(
     ("wrapper", "kind", "reentrant"),
     [
@@ -289,6 +292,7 @@ def with_lora(group: ProcessGroup, kind: str, targets: list[str], before: bool, 
     check_step(group, adapted(kind, targets, group, before), local, expected)
 
 
+@pytest.mark.thorough(kind=["qwen3_5"], before=[True])
 @pytest.mark.parametrize(
     ("kind", "targets", "before"),
     [
@@ -336,6 +340,7 @@ def compiled(
     return first, graphs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("what", "strategy"), [("decoder", "ring"), ("model", "ring"), ("layers", "auto")])
 def test_compiled_models(pool: Pool, what: str, strategy: str) -> None:
     """If the whole model is compiled, the hooks and the loss run outside of its graphs."""
@@ -405,6 +410,7 @@ def pipelined(group: ProcessGroup, kind: str, batch: Batch, expected: Result) ->
     check_gradients(ours, expected._replace(gradients={name: expected.gradients[name] for name in ours}))
 
 
+@pytest.mark.thorough(kind=["llama"], how=["plain", "right"])
 @pytest.mark.parametrize(
     ("how", "kind"), [("plain", "llama"), ("right", "llama"), ("documents", "llama"), ("plain", "qwen3_5")]
 )
@@ -431,6 +437,7 @@ def with_tensor_parallel(group: ProcessGroup, path: str, expected: Result) -> No
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="its tp_plan with FSDP2")
+@pytest.mark.thorough(kind=["qwen3"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_tensor_parallel_plan(four: Pool, tmp_path: Path, kind: str) -> None:
     """transformers' own ``tp_plan`` and FSDP2 (2 x 2 ranks) around a sequence over 2 ranks."""

@@ -108,6 +108,7 @@ def resumed(group: ProcessGroup, kind: str, workers: int, scatter: bool, values:
         return epochs, first + seen(last)
 
 
+@pytest.mark.thorough(workers=[0, 2])
 @pytest.mark.parametrize(
     ("kind", "workers", "scatter"),
     [
@@ -236,6 +237,7 @@ def train_with_plans(group: ProcessGroup, kind: str, strategy: str, way: str) ->
     return made.call_count, max(abs(a - b) / b for a, b in zip(losses, expected, strict=True))
 
 
+@pytest.mark.thorough(kind=["modernbert"])
 @pytest.mark.parametrize(
     ("kind", "strategy", "way"),
     [

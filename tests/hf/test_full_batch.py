@@ -59,6 +59,7 @@ CASES: dict[int, list[Case]] = {
 }
 
 
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", CASES)
 def test_loss_and_gradients(pool: Pool, world: int) -> None:
     pool.run(world, check_cases, expected_of(CASES[world]), sharded=False)

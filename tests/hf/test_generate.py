@@ -61,6 +61,7 @@ LONG: dict[str, Any] = {"max_new_tokens": 14, "eos_token_id": None}
 SOME: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": None}
 
 
+@pytest.mark.thorough(kind=["mistral", "gemma2", "gpt_oss", "qwen3_moe", "llama4"])
 @pytest.mark.parametrize("kind", GENERATIVE)
 def test_tokens(pool: Pool, kind: str) -> None:
     calls = [("plain", LONG), ("padded", SOME), ("short", SOME), ("plain", {"max_new_tokens": 6, "num_beams": 3})]
@@ -124,6 +125,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+@pytest.mark.thorough(dtype=[torch.bfloat16])
 @pytest.mark.parametrize(
     # The CPU's backend converts all half-precision keys to float32; the reference does it 1,024 keys at a time.
     ("dtype", "backend"),
@@ -258,6 +260,7 @@ def assisted(group: ProcessGroup, kind: str) -> list[bool]:
     return same
 
 
+@pytest.mark.thorough(kind=["mistral"])
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
 def test_assisted_generation(pool: Pool, kind: str) -> None:
     assert all(all(same) for same in pool.run(2, assisted, kind))

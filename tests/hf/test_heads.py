@@ -153,6 +153,9 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(head=["saved", "class"])
+@pytest.mark.thorough(head=["lora"], wrapper=["head"])
+@pytest.mark.thorough(head=["linear"], wrapper=["norm and head", "low precision of outputs", "fsdp1"])
 @pytest.mark.parametrize(("head", "wrapper", "first"), CASES)
 def test_loss_in_chunks(two: Pool, head: str, wrapper: str, first: bool) -> None:
     two.run(2, check_head, head, wrapper, first, one_device(head))

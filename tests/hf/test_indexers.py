@@ -140,6 +140,7 @@ def with_images(group: ProcessGroup, expected: Expected) -> tuple[float, float]:
 
 
 @pytest.mark.skipif(not hasattr(transformers, MODELS[VL]), reason="a model of transformers 5.24")
+@pytest.mark.thorough
 def test_images(pool: Pool) -> None:
     model = tiny(VISION.family)
     expected = model(**images(model.config), use_cache=False).loss
@@ -213,6 +214,7 @@ def sent(group: ProcessGroup, strategy: str) -> tuple[int, int]:
     return forward.bytes_sent, backward.bytes_sent
 
 
+@pytest.mark.thorough(strategy=["ulysses"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_bytes(pool: Pool, strategy: str) -> None:
     """Index keys once a full layer, latents once a layer, and in backward latents in float32."""

@@ -266,6 +266,7 @@ RIGHT: list[Case] = [
 RIGHT.sort(key=lambda case: (case[0], case[2]))  # calls of the same model in a row
 
 
+@pytest.mark.thorough(world=[1])
 @pytest.mark.parametrize("world", [1, 2])
 def test_losses_of_the_user(pool: Pool, world: int) -> None:
     cases = [(case, one_device(*case[:2])) for case in RIGHT if world > 1 or case[2] != "ddp"]

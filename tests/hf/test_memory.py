@@ -90,6 +90,7 @@ def compare(group: ProcessGroup, name: str, memory: Memory) -> None:
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+@pytest.mark.thorough(name=["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("name", ["qwen3", "lora", "qwen3_moe", "gpt_oss"])
 def test_parallelize(pool: Pool, name: str) -> None:
     pool.run(2, compare, name, ALL)

@@ -149,7 +149,11 @@ def check(pool: Pool, world: int, cases: list[Case], *degrees: int) -> None:
             check_errors(loss, grads, expected.rounding, case, world)
 
 
+QUICK = ("qwen3_5", "nemotron_h", "deepseek_v32")
+
+
 @pytest.mark.slow
+@pytest.mark.thorough(model=[model for model in MODELS if model not in QUICK])
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model(pool: Pool, model: str) -> None:
     """Each batch, layout and strategy at least once, and for one of each kind each strategy with packed documents.
@@ -173,6 +177,7 @@ def test_documents_on_one_rank(pool: Pool, model: str) -> None:
     check(pool, 1, [Case(model, "packed")])
 
 
+@pytest.mark.thorough(model=["kimi_linear"])
 @pytest.mark.parametrize("model", ["qwen3_5", "nemotron_h", "kimi_linear"])
 def test_states_instead_of_heads(pool: Pool, model: str) -> None:
     for world, cases in (

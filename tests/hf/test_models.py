@@ -69,6 +69,8 @@ CASES = [(2, kind, [case for case in RING + STRATEGIES[2] if case[0] == kind]) f
 CASES += [(4, kind, [case for case in STRATEGIES[4] if case[0] == kind]) for kind in MECHANISMS]
 
 
+@pytest.mark.thorough(world=[2], kind=["gemma2", "modernbert", "bert", "qwen3"])
+@pytest.mark.thorough(world=[4], kind=["modernbert", "gpt_oss", "deepseek_v3", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize(("world", "kind", "cases"), CASES, ids=[f"{kind} on {world}" for world, kind, _ in CASES])
 def test_loss_and_gradients(pool: Pool, world: int, kind: str, cases: list[Case]) -> None:
     pool.run(world, check_cases, expected_of(cases))

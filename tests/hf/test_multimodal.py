@@ -198,6 +198,7 @@ CASES: dict[int, list[Case]] = {
 }
 
 
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", CASES)
 def test_loss_and_gradients(pool: Pool, world: int) -> None:
     pool.run(world, check_cases, [(case, one_device(*case[:2])) for case in CASES[world]])
@@ -239,6 +240,7 @@ def asked(group: ProcessGroup, kind: str) -> None:
         assert_close(ours, expected.logits[:, at], rounded=rounded.logits[:, at])
 
 
+@pytest.mark.thorough(kind=["gemma4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs(pool: Pool, kind: str) -> None:
     pool.run(2, asked, kind)
@@ -256,6 +258,7 @@ def prompt(kind: str, how: str) -> dict[str, Any]:
     return batch
 
 
+@pytest.mark.thorough(kind=["gemma4"])
 @pytest.mark.parametrize(
     ("kind", "how"), [("gemma3", "images"), ("qwen3_vl", "left"), ("gemma4", "images"), ("gemma4", "text")]
 )

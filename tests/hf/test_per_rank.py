@@ -74,6 +74,7 @@ def trained(
     check(Result(loss.item(), gradients(model)), expected[rank])
 
 
+@pytest.mark.thorough(kind=["qwen3_moe"])
 @pytest.mark.parametrize(
     ("kind", "strategy", "how", "world", "checkpointing"),
     [
@@ -111,6 +112,7 @@ def wrapped(group: ProcessGroup, wrapper: str, expected: list[Result]) -> None:
     check(Result(loss.item(), grads), expected[rank])
 
 
+@pytest.mark.thorough(wrapper=["fsdp", "fsdp, checkpointed layers", "fsdp1"])
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp, checkpointed layers", "fsdp1"])
 def test_wrappers_over_all_ranks(four: Pool, wrapper: str) -> None:
     """Wrappers that average over all 4 ranks, of which two share each sequence."""
@@ -205,6 +207,7 @@ def peaks(group: ProcessGroup) -> tuple[int, int]:
     return found[0], found[1]
 
 
+@pytest.mark.thorough
 def test_memory_of_one_batch_at_a_time(pool: Pool) -> None:
     for shared, per_rank in pool.run(4, peaks):
         assert per_rank < 1.25 * shared, (per_rank, shared)

@@ -59,6 +59,7 @@ def trained_with_slopes(group: ProcessGroup, expected: dict[str, Result], argume
         assert seqpar.hf.verify(model, make_batch(KINDS[kind])).layers == 2
 
 
+@pytest.mark.thorough(world=[3, 4])
 @pytest.mark.parametrize(
     ("world", "name"), [(1, "ring-zigzag"), (2, "ring-zigzag"), (3, "ulysses-contiguous"), (4, "all_gather-striped")]
 )
@@ -79,6 +80,7 @@ def compiled_with_slopes(group: ProcessGroup, expected: Result) -> None:
     check_step(group, model, make_batch("plain"), expected)
 
 
+@pytest.mark.thorough
 def test_compiled_layers_with_slopes(pool: Pool) -> None:
     with with_slopes("llama"):
         expected = trained(tiny("llama"), make_batch("plain"))

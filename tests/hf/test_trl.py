@@ -150,6 +150,7 @@ def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], fold
     return found
 
 
+@pytest.mark.thorough(cases=[cases for _, cases in CASES[1:]])
 @pytest.mark.parametrize(("world", "cases"), CASES)
 def test_trainers(own: OwnPool, tmp_path: Path, world: int, cases: list[tuple[str, str, int]]) -> None:
     for kind in ("llama", "mistral", "qwen3_5"):
@@ -176,6 +177,7 @@ def together(group: ProcessGroup, port: int, folder: str) -> Log:
         return log_of("grpo", "mistral", folder, config, per_device_train_batch_size=8 // world.size(), **_STEPS)
 
 
+@pytest.mark.thorough
 def test_grpo_on_four_ranks(own: OwnPool, tmp_path: Path) -> None:
     """The losses equal the losses of one process without this package, which makes all completions of a step."""
     tiny("mistral").save_pretrained(tmp_path / "mistral")
@@ -201,6 +203,7 @@ def example(group: ProcessGroup, port: int, cp_size: int, folder: str) -> dict[s
     return steps
 
 
+@pytest.mark.thorough
 def test_example(own: OwnPool, tmp_path: Path) -> None:
     assert len((ROOT / "examples" / "grpo.py").read_text().splitlines()) <= 80
     plain, together = (own.pool.run(2, example, own.port, cp_size, str(tmp_path))[0] for cp_size in (1, 2))

@@ -62,6 +62,7 @@ def healthy(group: ProcessGroup, cases: list[tuple[str, str]], arguments: dict[s
         assert seqpar.hf.verify(model, make_batch(how)).layers == 2, (kind, how)
 
 
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize(("world", "arguments", "cases"), HEALTHY, ids=["1", "ring on 2", "ring on 4", "ulysses on 4"])
 def test_healthy_models(pool: Pool, world: int, arguments: dict[str, Any], cases: list[tuple[str, str]]) -> None:
     pool.run(world, healthy, cases, arguments)
@@ -109,6 +110,7 @@ def healthy_others(group: ProcessGroup) -> None:
     assert patch_of(model).settings.batches == "per_rank" and "_call_impl" in vars(model)
 
 
+@pytest.mark.thorough
 def test_healthy_others(pool: Pool) -> None:
     pool.run(2, healthy_others)
 

@@ -390,6 +390,15 @@ def report_of(group: ProcessGroup, fault: str) -> tuple[bool, list[tuple[str, st
     return report.ok, [(d.kind, d.layer, d.quantity) for d in report.differences], str(report)
 
 
+@pytest.mark.thorough(
+    fault=[
+        "stale keys in backward",
+        "stale latents in backward",
+        "images without their blocks",
+        "wrong positions of images",
+        "other visual embeddings",
+    ]
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_fault(two: Pool, fault: str) -> None:
     _, place, words = FAULTS[fault]

@@ -330,6 +330,7 @@ def test_the_measured_tiles_are_candidates_for_tuning(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_it_runs_from_a_checkout_without_an_installed_package(tmp_path: Path) -> None:
     """In an environment that has PyTorch, Triton, numpy and einops, but not seqpar. Another package is named tests."""
     checkout, installed = tmp_path / "checkout", tmp_path / "installed"

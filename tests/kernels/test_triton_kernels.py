@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(which=["thorough"])
 @pytest.mark.parametrize("which", ["not thorough", "thorough"])
 def test_kernels_in_the_interpreter(which: str) -> None:
     """In a process of its own, because Triton reads TRITON_INTERPRET when it is imported."""

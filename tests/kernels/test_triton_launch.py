@@ -101,6 +101,7 @@ def causal(length: int = LENGTH) -> KeyIntervals:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("tma", [False, True])
 def test_repeated_launches_are_not_bound_again(launches: Launches, tma: bool) -> None:
     config, mask, ready = Config(16, 32, 4, 1, tma), causal(), forward_module._launches._ready
@@ -215,6 +216,7 @@ def test_steps_of_a_backward_share_statistics(launches: Launches, deterministic:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_repeated_launches_of_heads_in_two_tiles(launches: Launches) -> None:
     config, mask = Config(16, 16, 4, 1, True), causal(32)
     given = []

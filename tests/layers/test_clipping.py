@@ -61,6 +61,7 @@ def train(group: ProcessGroup, strategy: str) -> None:
     assert_same_weights(parallel, local)
 
 
+@pytest.mark.thorough(strategy=["tp_sp"], world=[3])
 @pytest.mark.parametrize(
     ("strategy", "world"), [*((strategy, 3) for strategy in (*ONE_PER_CLASS, "activations")), ("tp_sp", 2)]
 )
@@ -90,6 +91,7 @@ def clip_under_fsdp(group: ProcessGroup, heads: tuple[int, int]) -> None:
     assert_error(abs(float(again) - MAX_NORM), 1e-6, dtype=torch.float64)  # PyTorch adds 1e-6 to the norm
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [(8, 8), (6, 2), (3, 1)])
 def test_fsdp_over_dp(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(8, clip_under_fsdp, heads)
@@ -118,6 +120,7 @@ def steps_of_pytorch(group: ProcessGroup, heads: tuple[int, int]) -> None:
             assert_same_weights(parallel, local)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [(8, 8), (6, 1), (3, 1)])
 def test_pytorch_clips_and_steps(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(2, steps_of_pytorch, heads)

@@ -174,6 +174,7 @@ def fresh_seed() -> int:
 KINDS = ("tokens", "parts", "skip", "twice", "attention", "mixed", "middle", "stem", "tied")
 
 
+@pytest.mark.thorough(how=["fsdp1"])
 @pytest.mark.parametrize("how", ["sync", "ddp", "fsdp2", "fsdp1"])
 def test_gradients_equal_one_device(pool: Pool, how: str) -> None:
     """Where a module works on whole tensors makes a difference to the gradients, and none to how they are averaged."""
@@ -220,6 +221,7 @@ def step_with_dp(group: ProcessGroup, seed: int, how: str, over: str, kind: str)
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(how=["fsdp2"])
 @pytest.mark.parametrize(
     ("how", "over"),
     [("", ""), *(x.split() for x in ("ddp dp", "fsdp2 dp", "fsdp1 dp", "ddp both", "fsdp2 both", "fsdp2 hybrid"))],

@@ -178,6 +178,7 @@ def local_logits(local: nn.ModuleDict, ids: Tensor) -> Tensor:
     return logits
 
 
+@pytest.mark.thorough(how=["fsdp2"])
 @pytest.mark.parametrize("how", ["chunks", "logits", "fsdp2"])
 def test_losses_of_a_sharded_vocabulary(pool: Pool, how: str) -> None:
     for degrees in [(2, 2, 1, 2), *([(1, 1, 1, 8)] if how == "chunks" else [])]:

@@ -17,7 +17,7 @@ from seqpar.comm.trace import trace
 from ..models import HIDDEN, MLP, attention_layer, randomize
 from ..pool import Pool, mesh_of, on_ranks
 from ..reference import assert_close
-from ..strategy_cases import LAYER_STRATEGIES, layout_of
+from ..strategy_cases import DISTINCT_LAYERS, LAYER_STRATEGIES, layout_of
 
 NEW = (1, 1, 4, 1)  # new tokens of each call after the prompt
 MASKS = {"causal": Mask.causal(), "window": Mask.sliding_window(6), "padding": Mask.padding([0, 5]) & Mask.causal()}
@@ -68,7 +68,8 @@ def compared(group: ProcessGroup, row: dict[str, Any], layout: Any, seed: int) -
             assert torch.equal(cached.positions, cached.positions.sort().values)
 
 
-@pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
+@pytest.mark.thorough(world=[2, 3])
+@pytest.mark.parametrize("strategy", DISTINCT_LAYERS)
 @pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "assigned"), (4, "zigzag")])
 def test_generation_is_one_forward(pool: Pool, strategy: str, world: int, layout: str) -> None:
     pool.run(world, compared, LAYER_STRATEGIES[strategy], layout, torch.seed() % 2**31)

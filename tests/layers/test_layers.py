@@ -150,6 +150,7 @@ def local_layer(name: str, nudged: bool = False) -> dict[str, Tensor]:
     return run_layer(CASES[name], "local", "contiguous", {}, nudged=nudged)
 
 
+@pytest.mark.thorough(name=["head_dim", "dropout", "short", "float32"])
 @pytest.mark.parametrize(
     ("name", "strategy", "world", "layout"),
     [

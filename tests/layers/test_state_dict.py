@@ -67,6 +67,7 @@ def load(group: ProcessGroup, strategy: str, heads: tuple[int, int], paths: list
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(heads=[(6, 2)])
 @pytest.mark.parametrize("heads", [(8, 8), (6, 2)], ids=str)
 def test_a_checkpoint_loads_under_every_strategy_and_size(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
     saved = {
@@ -135,6 +136,7 @@ def resume_training(group: ProcessGroup, tp: int, fsdp: bool, path: str) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_state_of_the_optimizer_survives(pool: Pool, own: OwnPool, tmp_path: Path) -> None:
     """From two tensor-parallel ranks to one and four, over which the 6 heads and 2 KV heads do not divide."""
     own.pool.run(4, save_training, 2, False, str(tmp_path / "plain"))

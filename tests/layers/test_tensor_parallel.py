@@ -115,6 +115,7 @@ def no_results(case: Case, by_rank: list[None]) -> None:
     """The ranks compare: nothing is left to verify."""
 
 
+@pytest.mark.thorough(world=[3, 4])
 @pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 def test_attention_equals_one_device(batch: Batch, world: int) -> None:
     batch.check(world, attention_on_group, CASES_OF_WORLD[world], no_results)
@@ -135,6 +136,7 @@ def attention_on_mesh(group: ProcessGroup, case: Case, sizes: tuple[int, int, in
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(sizes=[(1, 2, 1, 4), (1, 1, 4, 2), (2, 2, 1, 2), (1, 1, 2, 4)])
 @pytest.mark.parametrize(
     ("sizes", "cases"),  # dp, ring, ulysses and tp; on (1, 1, 2, 4), heads=3 leaves a rank of tp without heads
     [
@@ -277,6 +279,7 @@ def fully_sharded(group: ProcessGroup, heads: tuple[int, int], path: str) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_dp(pool: Pool, tmp_path: Path, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded, heads, str(tmp_path))
@@ -308,6 +311,7 @@ def fully_sharded_over_the_ring(group: ProcessGroup, heads: tuple[int, int]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("heads", [(8, 8), (3, 1)], ids=str)  # heads that tp divides, and not
 def test_fsdp_over_the_ring(pool: Pool, heads: tuple[int, int]) -> None:
     pool.run(8, fully_sharded_over_the_ring, heads)

@@ -140,6 +140,7 @@ def test_without_gradients_nothing_is_kept() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(name=["heads", "heads, attention"])
 @pytest.mark.parametrize("name", ["heads", "attention", "heads, attention", "all"])
 def test_compiled(name: str) -> None:
     torch.manual_seed(0)

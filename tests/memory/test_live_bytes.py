@@ -40,6 +40,7 @@ def hidden(**options: Any) -> torch.Tensor:
     return torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, **options)
 
 
+@pytest.mark.thorough(memory=[x for x in COMBINATIONS if x.tiled_mlp or (x.checkpoint != "none" and not x.offload)])
 @pytest.mark.parametrize("memory", COMBINATIONS, ids=str)
 def test_bytes_that_are_kept(memory: Memory) -> None:
     """After the forward of a model, on the device and on the host."""

@@ -63,6 +63,7 @@ def printed(plan: seqpar.Plan, choice: Choice) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is printed, with the gradients of one device, whose loss compares each token with the one before it."""
     pytest.importorskip("transformers")
@@ -98,6 +99,7 @@ def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_torchrun_runs_a_printed_file(tmp_path: Path) -> None:
     """By the command in its first lines."""
     pytest.importorskip("transformers")

@@ -132,6 +132,7 @@ def test_weights_of_models_are_those_that_their_cards_name(name: str) -> None:
         assert shape.attention_parameters == pytest.approx(187.1e6, rel=1e-3)
 
 
+@pytest.mark.thorough(name=["gpt-7b", "lfm2-1.2b", "qwen3.5-27b"])
 @pytest.mark.parametrize(
     "name",
     [

@@ -55,6 +55,7 @@ def test_a_plan_of_64_gpus_is_ordered() -> None:
     json.dumps(plan.as_dict())
 
 
+@pytest.mark.thorough
 def test_equal_choices_are_ordered_by_what_is_easy_to_run() -> None:
     """The first choice offloads nothing and has a tenth of the memory left, although others are a little faster."""
     for model, tokens, gpus in (("llama3-8b", 1 << 20, 64), ("llama3-70b", 1 << 17, 64), ("qwen3-8b", 1 << 15, 8)):
@@ -108,6 +109,7 @@ def test_groups_of_heads_divide_the_kv_heads() -> None:
     assert {x.switches.head_groups for x in seqpar.plan(NARROW, 1 << 16, 8, head_groups=2).choices} == {2}
 
 
+@pytest.mark.thorough
 def test_waits_for_weights_name_pipeline_parallelism() -> None:
     few, many = (seqpar.plan("llama3-405b", 8192, 128, global_batch=x).best for x in (16, 128))
     assert few.exposed_s > 0.3 * few.seconds and "pipeline parallelism" in few.reason

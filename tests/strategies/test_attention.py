@@ -215,7 +215,7 @@ def test_local(batch: Batch) -> None:
     [*zip([*RULES, *BATCH_RULES], cycle((None, 8, None, 24)), strict=False)],
     ids=lambda x: rules_id(x) if isinstance(x, tuple) else f"v{x}",
 )
-@pytest.mark.parametrize("backend", present_backends())
+@pytest.mark.parametrize("backend", [name for name in present_backends() if name != "reference"])  # which has no tiles
 def test_backends_on_long_sequences(rules: Rules, v_head_dim: int | None, backend: str) -> None:
     """Long enough for full, causal and masked tiles in one call."""
     longer = tuple(times(rule, 11) for rule in rules)
@@ -240,6 +240,9 @@ def in_layouts(items: Sequence[Item], strategy: str, world: int) -> list[tuple[I
     return [(item, LAYOUTS[(first + index) % len(LAYOUTS)]) for index, item in enumerate(items)]
 
 
+@pytest.mark.thorough(world=[2])
+@pytest.mark.thorough(strategy=["all_gather"], world=[3])
+@pytest.mark.thorough(strategy=["all_gather in chunks"], world=[4])
 @pytest.mark.parametrize(("strategy", "world"), EVERY_STRATEGY_AND_WORLD)
 def test_masks_and_heads(batch: Batch, strategy: str, world: int) -> None:
     """Every mask, every pair of head counts and every layout, with a length that no number of ranks divides and one
@@ -295,6 +298,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 # test_random_cases combines features on every number of ranks.
+@pytest.mark.thorough(strategy=["ulysses", "all_gather", "all_gather in chunks"], world=[2])
 @pytest.mark.parametrize(
     ("strategy", "world"), [p for p in EVERY_STRATEGY_AND_WORLD if p.values[1] != 4 or p.values[0] == "hybrid"]
 )
@@ -327,6 +331,7 @@ def test_one_rank(batch: Batch) -> None:
     batch.check(1, attend_on_rank, cases, verify)
 
 
+@pytest.mark.thorough(world=[4, 8])
 @pytest.mark.parametrize(
     ("world", "sizes"), [(2, (1, 2)), (4, (1, 2, 4)), pytest.param(8, (2, 4), marks=pytest.mark.slow)], ids=str
 )
@@ -340,6 +345,7 @@ def test_ulysses_size(batch: Batch, world: int, sizes: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(mesh=[(2, 2, 2, 1), (1, 2, 2, 2), (1, 8, 1, 1)])
 @pytest.mark.parametrize(
     "mesh",
     [(1, 4, 2, 1), (2, 2, 2, 1), (1, 2, 2, 2), (1, 8, 1, 1), (2, 2, 1, 2)],
@@ -355,6 +361,9 @@ def test_mesh(batch: Batch, mesh: tuple[int, int, int, int]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(strategy=["all_gather", "all_gather in chunks"])
+@pytest.mark.thorough(strategy=["ring"], world=[4])
+@pytest.mark.thorough(strategy=["hybrid"], world=[8])
 @pytest.mark.parametrize(("world", "per_host"), [(4, 2), (8, 4)], ids=str)
 @pytest.mark.parametrize("strategy", ["ring", "all_gather", "all_gather in chunks", "hybrid"])
 def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -> None:
@@ -377,6 +386,7 @@ def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -
     batch.check(world, attend_on_rank, cases, verify)
 
 
+@pytest.mark.thorough(world=[2, 4, 8])
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4, 8))])
 def test_random_cases(batch: Batch, world: int) -> None:
     """Every strategy, with shapes, masks, features and layouts drawn together; the seed is in the case's id."""

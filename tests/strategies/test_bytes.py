@@ -344,6 +344,7 @@ def count_tensor_parallel_ring(group: ProcessGroup, case: Case, tp: int) -> Sent
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(tp=[2])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallel_ring_uneven_heads(batch: Batch, tp: int) -> None:
     """The same for tensor parallelism with a ring: without overlap, only the ring sends point to point."""
@@ -373,6 +374,7 @@ def visible_rows(rules: Rules, world: int, layout: str) -> list[list[int]]:
     ]
 
 
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
     """Ring and all-gather send the keys that some query of the receiver sees, and their gradients back; no more."""

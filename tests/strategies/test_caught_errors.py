@@ -117,6 +117,7 @@ def verify(case: Case, by_rank: list[tuple[bool, list[Tensor]]]) -> None:
             assert_close(x, expected[name], torch.float32, name)
 
 
+@pytest.mark.thorough(shared_memory=[True])
 @pytest.mark.parametrize("shared_memory", [False, True], ids=["gloo", "shared memory"])
 def test_the_next_call_is_right(batch: Batch, shared_memory: bool) -> None:
     """The ranks raise in different kernels, one of them raises alone, or all raise where a message is packed."""

@@ -16,7 +16,7 @@ import seqpar
 
 from ..models import HIDDEN, attention_layer, randomize
 from ..pool import Pool, on_ranks
-from ..strategy_cases import LAYER_STRATEGIES
+from ..strategy_cases import DISTINCT_LAYERS, LAYER_STRATEGIES
 
 
 def gradients_and_bytes(
@@ -77,7 +77,8 @@ def compare_checkpointing(group: ProcessGroup, strategy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", LAYER_STRATEGIES)
+@pytest.mark.thorough(strategy=["all_gather", "all_gather in chunks", "hybrid", "activations"])
+@pytest.mark.parametrize("strategy", DISTINCT_LAYERS)
 def test_recomputation_repeats_no_attention(pool: Pool, strategy: str) -> None:
     pool.run(4, compare_checkpointing, strategy)
 

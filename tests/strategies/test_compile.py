@@ -180,6 +180,7 @@ LAYERS = [
 ]
 
 
+@pytest.mark.thorough(strategy=["tp_sp", "ulysses", "hybrid", "auto", "activations", "all_gather"])
 @pytest.mark.parametrize(
     ("strategy", "ranks", "scaling", "with_positions"),
     LAYERS,
@@ -228,6 +229,7 @@ def compare_language_models(group: ProcessGroup, vocabulary: int, steps: int) ->
 
 
 # Uneven parts of the vocabulary, and more ranks than entries.
+@pytest.mark.thorough(ranks=[2, 4])
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 37), (2, 37), (4, 3)])
 def test_a_sharded_vocabulary_is_one_graph_over_steps(pool: Pool, ranks: int, vocabulary: int) -> None:
     assert pool.run(ranks, compare_language_models, vocabulary, 4) == [0] * (ranks - 1) + [1]
@@ -267,6 +269,7 @@ def compare_functions(group: ProcessGroup, strategy: str) -> None:
             assert_close(actual, expected)
 
 
+@pytest.mark.thorough(rows=[1])
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_slopes_of_other_numbers_of_heads(dynamic: bool | None, rows: int) -> None:
@@ -334,6 +337,8 @@ DROPOUT = [("ring", 2, how) for how in (*RECOMPUTED, "checkpoint around it")]
 DROPOUT += [("tp_sp", 2, "plain"), ("activations", 2, "checkpoint")]
 
 
+@pytest.mark.thorough(strategy=["tp_sp", "activations"])
+@pytest.mark.thorough(how=["checkpoint around it"])
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
 def test_compiled_dropout_draws_one_seed(pool: Pool, strategy: str, ranks: int, how: str) -> None:
     """The mask is eager code's, in forward and in backward, also where backward computes the graph again."""
@@ -366,6 +371,7 @@ def check_linearity(group: ProcessGroup) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.thorough
 def test_inductor_has_one_mask_in_forward_and_backward(pool: Pool) -> None:
     pool.run(1, check_linearity)
 
@@ -403,6 +409,7 @@ def check_operator(group: ProcessGroup, strategy: str) -> None:
     torch.library.opcheck(attention, (*tensors, call, *where))
 
 
+@pytest.mark.thorough(strategy=["ulysses"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_opcheck(pool: Pool, strategy: str) -> None:
     pool.run(2, check_operator, strategy)
@@ -492,6 +499,7 @@ def saved_tables(group: ProcessGroup, scaling: dict[str, Any] | None) -> tuple[i
     return in_eager, in_compiled
 
 
+@pytest.mark.thorough(scaling=[DYNAMIC])
 @pytest.mark.parametrize("scaling", [None, DYNAMIC], ids=["default", "dynamic"])
 def test_layers_do_not_save_their_rotary_tables(pool: Pool, scaling: dict[str, Any] | None) -> None:
     assert pool.run(2, saved_tables, scaling) == [(2, 2), (2, 0)]
@@ -550,6 +558,7 @@ def compiled_as_by_default(group: ProcessGroup, strategy: str) -> None:
         assert_close(results[1], results[0])
 
 
+@pytest.mark.thorough(strategy=["ulysses", "tp_sp", "mlp"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses", "hybrid", "context_parallel", "tp_sp", "mlp", "auto"])
 def test_compiled_with_a_graph_break(pool: Pool, strategy: str) -> None:
     pool.run(2, compiled_as_by_default, strategy)

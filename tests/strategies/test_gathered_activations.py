@@ -115,6 +115,7 @@ def run_on_ranks(group: ProcessGroup, case: Case) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", CASES_OF_WORLD)
 def test_every_mask_layout_and_option_is_one_device(batch: Batch, world: int) -> None:
     def verify(case: Case, by_rank: list[dict[str, Tensor]]) -> None:
@@ -165,6 +166,7 @@ def bytes_sent(group: ProcessGroup, case: Case, dtype: torch.dtype, gather: str)
     return early[0], forward, sent.bytes_sent - forward
 
 
+@pytest.mark.thorough(dtype=[torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_bytes(pool: Pool, world: int, dtype: torch.dtype) -> None:

@@ -65,16 +65,19 @@ def check_peaks(pool: Pool, layout: str, mask: str, per_host: int = 0) -> list[t
 
 
 # "full" in "zigzag" is measured below.
+@pytest.mark.thorough(layout=["contiguous", "striped"])
 @pytest.mark.parametrize(("mask", "layout"), [pair for pair in product(MASKS, LAYOUTS) if pair != ("full", "zigzag")])
 def test_peaks(pool: Pool, layout: str, mask: str) -> None:
     check_peaks(pool, layout, mask)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mask", MASKS)
 def test_peaks_on_two_hosts(pool: Pool, mask: str) -> None:
     check_peaks(pool, "zigzag", mask, per_host=4)
 
 
+@pytest.mark.thorough
 def test_chunks_bound_the_peaks(pool: Pool) -> None:
     whole = check_peaks(pool, "zigzag", "full")
     in_chunks = pool.run(8, peaks, "zigzag", "full", 4, 0)

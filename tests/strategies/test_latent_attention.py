@@ -149,6 +149,7 @@ def compare(case: Case, by_rank: list[tuple[Results, tuple[int, int]]]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_results_of_one_device(batch: Batch, world: int) -> None:
     rules, layouts = cycle(RULES), cycle(LAYOUTS[:3])

@@ -186,6 +186,7 @@ def agree(case: Case, by_rank: list[list[tuple[float, float]]]) -> None:
         assert_error(error, rounding, str(case), dtype=case.dtype)
 
 
+@pytest.mark.thorough(world=[2])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_equal_to_one_process(batch: Batch, world: int) -> None:
     cases = [Case(x, layout, 13, documents=docs) for x, layout, docs in product(MIXERS, LAYOUTS, DOCUMENTS)]
@@ -208,6 +209,7 @@ def test_equal_through_shared_memory(batch: Batch) -> None:
     batch.check(3, check_case, cases, agree, shared_memory=True)
 
 
+@pytest.mark.thorough(how=["compile"])
 @pytest.mark.parametrize("how", ["checkpoint", "frozen", pytest.param("compile", marks=pytest.mark.slow)])
 def test_other_ways_to_run(batch: Batch, how: str) -> None:
     """Under activation checkpointing and torch.compile, and if the inputs of one rank require no gradient."""

@@ -79,6 +79,9 @@ def spread(group: ProcessGroup, dtype: torch.dtype, backend: Any, seed: int) -> 
                 assert not found[rows].isfinite().flatten(1).all(-1).any(), where
 
 
+@pytest.mark.thorough(dtype=[torch.float32], backend=["auto"])
+@pytest.mark.thorough(backend=["reference"], world=[2, 3])
+@pytest.mark.thorough(dtype=[torch.float64], world=[3])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(
     ("dtype", "backend"), [(torch.float32, "auto"), (torch.float32, "reference"), (torch.float64, "auto")]

@@ -26,7 +26,7 @@ from seqpar.layers import rotary
 from seqpar.ranks.rendezvous import store_all_gather
 
 from ..pool import Pool, on_ranks
-from ..strategy_cases import DISTINCT, LAYER_STRATEGIES, OTHER_NAMES, STRATEGIES
+from ..strategy_cases import DISTINCT, DISTINCT_LAYERS, LAYER_STRATEGIES, STRATEGIES
 
 SEQ_LEN, HIDDEN, VOCAB = 16, 32, 11
 MASK = Mask.documents([0, 5, SEQ_LEN])
@@ -131,7 +131,7 @@ def calls(group: ProcessGroup) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     positions = sharding.positions() // 2
     dynamic = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 4}
-    rows = {name: row for name, row in LAYER_STRATEGIES.items() if name not in OTHER_NAMES}
+    rows = {name: LAYER_STRATEGIES[name] for name in DISTINCT_LAYERS}
     rows |= {"auto": {"strategy": "auto"}, "tp_sp, none": {"strategy": "tp_sp", "overlap": "none"}}
     for name, row in rows.items():
         of_layer = {"sharding": of_tp if row["strategy"] == "tp_sp" else sharding}

@@ -313,6 +313,7 @@ def test_a_new_block_compiles_nothing_again() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("before", [False, True], ids=["new", "compiled before"])
 def test_modules_in_compiled_code(before: bool) -> None:
     """Compiled code is right, or refused."""
