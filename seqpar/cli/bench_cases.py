@@ -133,7 +133,7 @@ class BenchCase:
         return f"{self.preset}, {self.seq_len:,} tokens, {self.ranks} rank(s), mask {self.mask}"
 
 
-Repeated = list[str] | None  # the type of an option that can be repeated
+Words = list[str] | None  # the type of an option of words that can be repeated
 
 
 @dataclass(frozen=True)
@@ -141,40 +141,38 @@ class BenchConfig:
     """The options of ``seqpar bench``. None leaves the choice to the preset or the device."""
 
     preset: Annotated[
-        Repeated, Option(help=f"One of {', '.join(PRESETS)}. Can be repeated, like all options down to --peer.")
+        Words, Option(help=f"One of {', '.join(PRESETS)}. Can be repeated, like all options down to --peer.")
     ] = None
     strategy: Annotated[
-        Repeated,
+        Words,
         Option(
             help=f"One of {', '.join(strategy_names())}; the last four are values of comm for context_parallel.",
             show_default="ring, ulysses, all_gather, auto; with 4 ranks or more also hybrid",
         ),
     ] = None
     layout: Annotated[
-        Repeated,
+        Words,
         Option(
             help=f"One of {', '.join(LAYOUT_WORDS)}; the last one is made for the mask.",
             show_default="contiguous for Ulysses, else zigzag; for the preset packed also balanced",
         ),
     ] = None
     mask: Annotated[
-        Repeated,
+        Words,
         Option(
             help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}.",
             show_default="the preset's",
         ),
     ] = None
     seq_len: Annotated[
-        Repeated,
+        Words,
         Option(help="Tokens of the full sequence, such as 4096 or 128K.", show_default="depends on the device"),
     ] = None
     ranks: Annotated[
         list[int] | None, Option(help="Number of ranks that compute, of those started.", show_default="all")
     ] = None
-    backend: Annotated[Repeated, Option(help="auto, or a backend that seqpar doctor lists.")] = None
-    peer: Annotated[Repeated, Option(help="Another package, by its file in benchmarks/peers.", show_default="all")] = (
-        None
-    )
+    backend: Annotated[Words, Option(help="auto, or a backend that seqpar doctor lists.")] = None
+    peer: Annotated[Words, Option(help="Another package, by its file in benchmarks/peers.", show_default="all")] = None
     peers: Annotated[bool, Option(help="Measure other packages as well.")] = True
     nproc: Annotated[int, Option(help="Ranks to start on this machine. Ignored under torchrun.")] = 2
     batch: Annotated[int, Option(help="Sequences in a batch.")] = 1
