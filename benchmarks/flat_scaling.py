@@ -20,14 +20,16 @@ from packed_layouts import PAGE, boundaries, heap
 from seqpar import Assigned, Mask
 from seqpar.placement.balanced import balanced_layout
 from seqpar.placement.layout import Layout
+from seqpar.planner.attention import SelfAttention
 from seqpar.planner.hardware import HARDWARE
-from seqpar.planner.layer import attention_seconds
 from seqpar.planner.pairs import visible_pairs
 from seqpar.planner.setting import Setting
-from seqpar.planner.shape import ModelShape
+from seqpar.planner.shape import Layer, ModelShape
+from seqpar.planner.step import attention_seconds
 
 RANKS, SEEDS, TOKENS = (8, 16, 32, 64, 128, 256), range(6), 8192
-MODEL, GPU = ModelShape("64:8", 1, 8192, 64, 8, 128, 1, 1), HARDWARE["h100"]
+HEADS, GPU = SelfAttention(8192, 64, 8, 128), HARDWARE["h100"]
+MODEL = ModelShape("64:8", (Layer(1, (HEADS,)),), vocab=1)
 LAYOUTS: dict[str, Callable[[list[int], int, int], Layout]] = {
     "zigzag": lambda edges, ranks, together: "zigzag",
     "heap": lambda edges, ranks, together: Assigned(tuple(map(tuple, heap(edges, ranks)))),
@@ -62,8 +64,8 @@ def work_and_seconds(case: tuple[str, int, int]) -> tuple[float, float]:
     mask, seq_len = Mask.documents(edges), edges[-1]
     made = LAYOUTS[layout](edges, ranks, ulysses)
     ring = ranks // ulysses
-    setting = Setting(MODEL, GPU, mask, seq_len, ring=ring, ulysses=ulysses, layout=made, gather=gather)
-    flops = 2.0 * MODEL.heads * 2 * MODEL.head_dim * visible_pairs(mask, seq_len)
+    setting = Setting(GPU, mask, seq_len, model=MODEL, ring=ring, ulysses=ulysses, layout=made, gather=gather)
+    flops = 2.0 * HEADS.heads * 2 * HEADS.head_dim * visible_pairs(mask, seq_len)
     return flops, ranks * attention_seconds(setting, ("forward",))
 
 

@@ -124,10 +124,10 @@ def over_zigzag(plan: Plan, choice: Choice) -> float:
     seconds = []
     for layout in (made, "zigzag"):
         setting = Setting(
-            MODELS[MODEL], GPU, plan.mask, plan.seq_len, ring=ring, ulysses=ulysses, tensor=tensor, layout=layout,
+            GPU, plan.mask, plan.seq_len, model=MODELS[MODEL], ring=ring, ulysses=ulysses, tensor=tensor, layout=layout,
             gather=choice.comm == "all_gather", weights=choice.weights, accumulation=choice.accumulation,
         )  # fmt: skip
-        seconds.append(step(setting, choice.switches, plan.pairs).seconds)
+        seconds.append(step(setting, choice.switches).seconds)
     return seconds[1] / seconds[0]
 
 
@@ -257,12 +257,12 @@ def wrapped(*blocks: str) -> str:
 
 
 def section(grid: Grid) -> str:
-    model = MODELS[MODEL]
+    model, heads = MODELS[MODEL], MODELS[MODEL].attention
     longest, most = LENGTHS[-1], GPUS[-1]
     ring, hybrid = (grid["causal", most, 1 << 20].by_strategy[name] for name in ("ring", "hybrid"))
-    enough_heads = max(gpus for gpus in GPUS if gpus <= model.heads)
+    enough_heads = max(gpus for gpus in GPUS if gpus <= heads.heads)
     return wrapped(
-        f"""Predictions for {model.name} ({model.heads} heads, {model.kv_heads} KV heads) on {GPUS[0]} to {most:,} H100
+        f"""Predictions for {model.name} ({heads.heads} heads, {heads.kv_heads} KV heads) on {GPUS[0]} to {most:,} H100
         GPUs, with {words(LENGTHS[0])} to {words(longest)} tokens. One sequence is sharded over all GPUs, and so are the
         weights. What is saved for backward is offloaded to the host where nothing else fits. Each host has 8 GPUs, with
         a network of 400 Gbit/s per GPU. `make scale` writes this section again.""",

@@ -15,10 +15,11 @@ from ..base.checks import check_int
 from ..planner import HARDWARE, MODELS, Choice, Plan
 from ..planner import plan as make_plan
 from ..planner.hardware import hardware_of
-from ..planner.memory import RECOMPUTE
 from ..planner.mixes import MIXES, mask_of
 from ..planner.reasons import human_tokens
-from ..planner.setting import BETWEEN, STATE_BYTES, WITHIN
+from ..planner.setting import STATE_BYTES
+from ..planner.split import BETWEEN, WITHIN
+from ..planner.switches import RECOMPUTE
 from .launch import BAD_OPTION, CommandError, bad_options
 from .tables import make_folder, pyplot_without_display, save_figure, write_csv
 

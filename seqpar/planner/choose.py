@@ -14,14 +14,14 @@ from ..masks.mask import Mask
 from .code import code
 from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of
-from .memory import RECOMPUTE, Memory, Switches, longest_sequence, memory
+from .memory import MemoryUse, longest_sequence, memory
 from .model import model_of
-from .pairs import visible_pairs
 from .reasons import human_tokens, reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
 from .shape import ModelShape
 from .splits import LONGEST_RING, allowed_switches, settings, splits
 from .step import Choice
+from .switches import RECOMPUTE, Switches
 
 _MOST_TOKENS = 2**31 - 1  # kernels count positions in 32-bit integers
 _WAITS = 0.02  # if a step waits longer than this share of it, other ways to shard weights are compared
@@ -178,9 +178,10 @@ def plan(
         check_int(name, value, 1)
     if replicas is not None and ranks % replicas:
         raise ValueError(f"replicas={replicas}: expected a divisor of ranks={ranks}")
-    if shape.experts > _MOST_EXPERTS:
+    experts = shape.mlp.experts if shape.mlp else 0
+    if experts > _MOST_EXPERTS:
         raise ValueError(
-            f"model: {shape.name} has {shape.experts} experts in a layer, and the planner shards weights as FSDP does, "
+            f"model: {shape.name} has {experts} experts in a layer, and the planner shards weights as FSDP does, "
             f"which gathers all experts: expected at most {_MOST_EXPERTS}; use a framework with expert parallelism"
         )
     gpus.rate(kernel)
@@ -197,15 +198,13 @@ def plan(
         )
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
-    base = Setting(shape, gpus, mask, seq_len, batch, kernel=kernel, state_bytes=state_bytes)
-    kinds = [(kind.layers, seen) for kind, seen in shape.masks(mask, seq_len) if kind.attention]
-    pairs = sum(count * visible_pairs(seen, seq_len) for count, seen in kinds) // shape.layers
-    if head_groups and head_groups > 1 and (shape.kv_rank or shape.kv_heads % head_groups):
-        heads = "no KV heads, but latents" if shape.kv_rank else f"{shape.kv_heads} KV heads"
+    base = Setting(gpus, mask, seq_len, batch, kernel=kernel, model=shape, state_bytes=state_bytes)
+    if head_groups and head_groups > 1 and not shape.attention.has_groups(head_groups):
+        heads = "no KV heads, but latents" if shape.attention.kv_rank else f"{shape.attention.kv_heads} KV heads"
         raise ValueError(f"head_groups={head_groups}: expected a divisor of the KV heads, and {shape.name} has {heads}")
     switches = allowed_switches(shape, recompute, offload, chunked_loss, tiled_mlp, head_groups)
     # What seqpar.diffusers and the models' own gradient checkpointing have; Memory changes layers with attention only.
-    if shape.diffusion or shape.mixer:
+    if not shape.takes_memory:
         plain = [x for x in switches if not (x.offload or x.tiled_mlp or x.head_groups > 1)]
         switches = [x for x in plain if x.recompute in ("none", "full")]
         if not switches:
@@ -222,15 +221,15 @@ def plan(
     if not compared:
         raise ValueError(f"global_batch={global_batch}: expected a multiple of batch={batch} times a divisor of ranks")
     compared = _without_needless_rings(compared, switches[0])
-    choices = _ordered(_best_of_each_split(compared, switches, pairs, global_batch), switches)
+    choices = _ordered(_best_of_each_split(compared, switches, global_batch), switches)
     fewest = None if choices[0].possible else _fewest_ranks(base, ranks, switches)
     every = product(splits(base, ranks, replicas), [x for x in switches if x.recompute == switches[-1].recompute])
-    lengths = [(longest_sequence(x, y), x, y) for x, y in every if not y.lacking(x)]
+    lengths = [(longest_sequence(x, y), x, y) for x, y in every if not x.lacking(y)]
     longest, split, saving = max(lengths, key=lambda x: x[0], default=(0, base, switches[0]))
     degrees = f"dp {split.replicas}, ring {split.ring}, ulysses {split.ulysses}, tp {split.tensor}"
     of_batch = shape, gpus, mask, seq_len, ranks, batch, global_batch
     name, how = gpus.kernel_name(kernel), f"{degrees}; {saving}" if str(saving) else degrees
-    return Plan(*of_batch, name, state_bytes, pairs, choices, fewest, longest, how)
+    return Plan(*of_batch, name, state_bytes, base.pairs, choices, fewest, longest, how)
 
 
 # The work of a step, and the switches
@@ -260,25 +259,25 @@ def _without_needless_rings(compared: Sequence[Setting], switches: Switches) -> 
 
 
 def _is_possible(setting: Setting, switches: Switches) -> bool:
-    return not switches.lacking(setting) and memory(setting, switches).fits(setting.hardware)
+    return not setting.lacking(switches) and memory(setting, switches).fits(setting.hardware)
 
 
 def _best_of_each_split(
-    compared: Sequence[Setting], switches: Sequence[Switches], pairs: int, global_batch: int
+    compared: Sequence[Setting], switches: Sequence[Switches], global_batch: int
 ) -> list[tuple[Choice, Setting]]:
     """For every split of the ranks, strategy and kind of switches, the choice with the best layout."""
     found: dict[tuple[Any, ...], tuple[Choice, Setting]] = {}
     for each in compared:
         setting = replace(each, accumulation=global_batch // (each.replicas * each.batch))
         split = setting.ring, setting.ulysses, setting.tensor, setting.replicas, setting.gather
-        for choice in _forecasts(setting, switches, pairs):
+        for choice in _forecasts(setting, switches):
             key = *split, choice.switches
             if key not in found or choice.tokens_per_s > found[key][0].tokens_per_s:
                 found[key] = choice, replace(setting, weights=choice.weights)
     return list(found.values())
 
 
-def _forecasts(setting: Setting, switches: Sequence[Switches], pairs: int) -> Iterator[Choice]:
+def _forecasts(setting: Setting, switches: Sequence[Switches]) -> Iterator[Choice]:
     """The choices of one setting: weights sharded over all ranks, and otherwise where that makes the step wait."""
     cost = expected_cost(setting)
     for weights in WEIGHTS:
@@ -286,7 +285,7 @@ def _forecasts(setting: Setting, switches: Sequence[Switches], pairs: int) -> It
         if (weights == "hsdp" and s.hosts == 1) or (weights == "zero1" and s.accumulation == 1):
             continue
         cost = cost.with_weights(weights)
-        made = [forecast(s, x, pairs, cost) for x in _candidates(s, switches)]
+        made = [forecast(s, x, cost) for x in _candidates(s, switches)]
         yield from (x for x in made if weights == "fsdp" or x.fits)
         if weights == "fsdp" and not any(
             x.fits and x.exposed_s > _WAITS * x.seconds and x.parameters_s > _WAITS * x.seconds for x in made
@@ -319,7 +318,7 @@ def _candidates(setting: Setting, switches: Sequence[Switches]) -> list[Switches
     return found
 
 
-def has_headroom(used: Memory, hardware: Hardware) -> bool:
+def has_headroom(used: MemoryUse, hardware: Hardware) -> bool:
     """Whether a tenth of a GPU's memory stays free."""
     return used.total <= _HEADROOM * hardware.memory_bytes
 
@@ -357,7 +356,7 @@ def _ordered(found: list[tuple[Choice, Setting]], switches: Sequence[Switches]) 
 def _longest(setting: Setting, choice: Choice, switches: Sequence[Switches], may_offload: bool) -> int:
     """Tokens of the longest sequence that fits with any of the switches that the package has, or that ``choice`` needs,
     and without offloading unless ``may_offload``; the last recomputation saves the most."""
-    having = [x for x in switches if not set(x.lacking(setting)) - set(choice.needs) and x.offload <= may_offload]
+    having = [x for x in switches if not set(setting.lacking(x)) - set(choice.needs) and x.offload <= may_offload]
     return max(longest_sequence(setting, x) for x in having if x.recompute == having[-1].recompute)
 
 

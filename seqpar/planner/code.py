@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 from ..masks.mask import Mask
 from .hardware import Hardware
-from .memory import TILE_TOKENS, Switches
+from .mlp import TILE_TOKENS
 from .setting import WEIGHTS
 from .shape import ModelShape
 from .step import Choice
+from .switches import Switches
 
 _WIDTH = 100  # columns
 _MOST_EDGES = 10  # of documents that are written one by one
@@ -139,15 +140,16 @@ def code(
     # "auto" takes the first kernel of the hardware, if it is installed.
     backend = "" if kernel == hardware.kernel_name(None) else _BACKENDS.get(kernel, kernel)
     packed = mask.starts[0] if mask.starts and len(mask.starts[0]) > 1 else ()
-    memory = "" if model.mixer else _memory(choice.switches)
+    memory = _memory(choice.switches) if model.takes_memory else ""
     shared = {"comm": choice.comm, "backend": backend}
     words = (
         f"A step has {choice.tokens_per_step:,} tokens: {parts} x {batch} sequences of {seq_len:,} on each of {dp} dp "
         f"ranks. Planned for the attention kernel {kernel}."
     )
+    attention, width = model.attention, model.mlp.width if model.mlp else 0
     small = (
-        f"A small model and random tokens, to try this file; put your own here. {model.name} has {model.layers} layers "
-        f"of hidden size {model.hidden}, width {model.intermediate} and head_dim {model.head_dim}, and {model.vocab} "
+        f"A small model and random tokens, to try this file; put your own here. {model.name} has {model.depth} layers "
+        f"of hidden size {model.hidden}, width {width} and head_dim {attention.head_dim}, and {model.vocab} "
         "words."
     )
     if tensor > 1:
@@ -184,8 +186,8 @@ hosts = torch.distributed.init_device_mesh(
         head="\n".join([_command(*_torchrun(ranks, per_host), "train.py"), _comment(words)]),
         imports=imports,
         what=_comment(small),
-        heads=model.heads,
-        kv_heads=model.kv_heads,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
         batch=batch,
         seq_len=seq_len,
         documents=_documents(packed, seq_len),
@@ -219,7 +221,7 @@ def _hugging_face(
         parallelize=_call("seqpar.hf.parallelize", ["model", "mesh=mesh", *words], _WIDTH),
         # Memory changes layers with attention only.
         checkpoint="model.activation_checkpointing_enable()\n"
-        if model.mixer and choice.switches.recompute == "full"
+        if not model.takes_memory and choice.switches.recompute == "full"
         else "",
     )
     if not packed and mask != (Mask.causal() if model.causal else Mask.full()):
@@ -262,11 +264,11 @@ def _bench(
     if ranks > hardware.gpus_per_host:
         start = [*_torchrun(ranks, hardware.gpus_per_host), "-m seqpar bench"]
     strategy = {"context_parallel": choice.comm, "local": "ring"}.get(choice.context, choice.context)
-    heads, kv_heads = (max(1, n // tensor) for n in (model.heads, model.kv_heads))
+    heads, kv_heads = (max(1, n // tensor) for n in (model.attention.heads, model.attention.kv_heads))
     seen = {Mask.causal(): "--mask causal", Mask.full(): "--mask full"}.get(mask, "")
     words = [*start, f"--strategy {strategy}", f"--layout {choice.layout}", f"--seq-len {seq_len}"]
     words += [f"--batch {batch}", f"--heads {heads}", f"--kv-heads {kv_heads}"]
-    words += [f"--head-dim {model.v_head_dim or model.head_dim}", seen]
+    words += [f"--head-dim {model.attention.dims[1]}", seen]
     words += [f"--backend {backend}" if backend else "", "--no-peers"]
     measure = "Measure its attention" if seen else "Measure its attention, with the --mask that is most like yours"
     return f"\n# {measure}:\n{_command(*(word for word in words if word))}\n"

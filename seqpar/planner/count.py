@@ -11,7 +11,7 @@ Only mixers and the number of keys that an indexer chooses are read from entries
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,8 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..base.checks import check_int
-from .mixer import Mixer, mixer_of
-from .shape import Kind, ModelShape
+from .attention import SelfAttention
+from .chosen_keys import ChosenKeys
+from .mixer import Mixer
+from .mixer_sizes import mixer_of
+from .mlp import Mlp
+from .part import LayerPart
+from .shape import Layer, ModelShape
 
 _NAME = "seqpar_count"  # of the functions of attention and of masks that record
 _TOKENS = 16
@@ -48,52 +53,31 @@ def counted_shape(config: Any, name: str) -> ModelShape:
     """
     model = _model(config)
     entries = model.config.get_text_config().to_dict()
-    run = _Run(model, entries)
+    run = _CountedRun(model, entries)
     layers = _layers(run)
-    hidden = _one("hidden size", (x.hidden for x in layers))
+    hidden = layers[0].hidden
     mixer = mixer_of(entries, hidden)
-    kinds, mlps = Counter[Kind](), list[_Mlp]()
-    for x in layers:
-        has_mixer, mlp = x.find_mixer(mixer), x.mlp()
-        kinds[Kind(1, bool(x.call), has_mixer, bool(mlp), bool(x.window), x.is_indexed, bool(x.indexer))] += 1
-        mlps += [mlp] if mlp else []
-    if not mlps:
-        raise ValueError(f"model: no layer of {run.of} has an MLP")
-    _one("kind of MLP", (mlp.gated for mlp in mlps))
-    dense, sparse = ([mlp for mlp in mlps if bool(mlp.experts) is has] for has in (False, True))
-    widest = _one("MLP", sparse or dense)
+    rows = Counter(x.parts(mixer) for x in layers)
+    directions = {call.causal for call in run.calls}
+    if len(directions) > 1:
+        raise ValueError(f"model: {run.of} has causal attention and other attention, which is not modelled")
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     words = getattr(head, "weight", None)  # [vocab, hidden]
     if not isinstance(words, Tensor) or words.shape[1] != hidden:
         raise ValueError(f"model: {run.of} has no language model head that reads the layers' hidden states")
-    window = _one("window", (x.window for x in layers if x.window), 0)
-    found = tuple(kind._replace(layers=n) for kind, n in kinds.items())
     shape = ModelShape(
         name,
-        len(layers),
-        hidden,
-        intermediate=widest.width,
+        tuple(Layer(count, parts) for parts, count in rows.items()),
         vocab=len(words),
-        gated=widest.gated,
         tied=words is embedding.weight,
-        experts=widest.experts,
-        active_experts=widest.active,
-        shared_width=widest.shared,
-        dense_layers=len(dense) if sparse else 0,
-        dense_width=_one("MLP", dense).width if sparse and dense else 0,
-        kinds=() if {*kinds} == {Kind()} else found,
-        local_tokens=window,
-        chunked=0 < window == entries.get("attention_chunk_size"),
-        mixer=mixer if any(kind.mixer for kind in found) else None,
-        causal=_one("direction of attention", (x.call.causal for x in layers if x.call)),
-        index_keys=entries["index_topk"] if any(kind.indexed for kind in found) else 0,
-        **_one("attention", (x.attention() for x in layers if x.call))._asdict(),
-        **_one("indexer", (x.index() for x in layers if x.indexer), _Index())._asdict(),
+        causal=directions.pop(),
     )
+    if not shape.mlp:
+        raise ValueError(f"model: no layer of {run.of} has an MLP")
     of_layers = sum(run.flops(x.module) - x.flops_apart for x in layers)
     outside = run.flops() - sum(run.flops(x.module) for x in layers)
     head_weights = shape.vocab * hidden
-    explained = shape.multiplied_parameters - head_weights - (shape.count("mixer") * mixer.weights if mixer else 0)
+    explained = sum(count * part.row.multiplied for count, part in shape.parts if not isinstance(part, Mixer))
     for what, counted, known, tolerance in (
         ("the layers", of_layers, explained, _TOLERANCE * explained),
         ("what is outside of layers", outside, head_weights, _TOLERANCE_OUTSIDE * run.flops()),
@@ -160,7 +144,7 @@ def _tried(function: Callable[[], T], what: str) -> T:
         logging.set_verbosity(verbosity)
 
 
-class _Call(NamedTuple):
+class _SeenAttention(NamedTuple):
     """What a layer passes to attention: the shapes of q, k and v, its window (0: none) and whether it is causal."""
 
     module: nn.Module
@@ -172,7 +156,7 @@ class _Call(NamedTuple):
     is_own: bool  # whether the layer chooses the keys, by indices or a mask of its own
 
 
-class _Run(TorchDispatchMode):
+class _CountedRun(TorchDispatchMode):
     """A forward of a model on the meta device, of one row of ``_TOKENS`` tokens, and what it records."""
 
     def __init__(self, model: Any, entries: Mapping[str, Any]) -> None:
@@ -182,7 +166,7 @@ class _Run(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.entries, self.of = model, entries, type(model).__name__
         self.names = {module: name for name, module in model.named_modules()}
-        self.calls: list[_Call] = []
+        self.calls: list[_SeenAttention] = []
         self.hidden = dict[nn.Module, int]()  # of the modules that ran
         self._masks: list[tuple[Tensor, int, bool]] = []  # of the model: their window, and whether they are causal
         self._inside: list[nn.Module] = []  # that run at this moment, from the model to the innermost one
@@ -251,7 +235,7 @@ class _Run(TorchDispatchMode):
         is_own = attention_mask is not None and not found
         is_own = is_own or any("indices" in name and x is not None for name, x in kwargs.items())
         window = kwargs.get("sliding_window") or window
-        self.calls.append(_Call(module, q.shape, k.shape, v.shape, window, causal, is_own))
+        self.calls.append(_SeenAttention(module, q.shape, k.shape, v.shape, window, causal, is_own))
         return q.new_empty(len(q), q.shape[2], q.shape[1], v.shape[3]), None
 
     def flops(self, module: nn.Module | None = None) -> float:
@@ -262,37 +246,7 @@ class _Run(TorchDispatchMode):
 # Its layers
 
 
-class _Attention(NamedTuple):
-    """The fields of ``ModelShape`` of attention."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    q_rank: int
-    kv_rank: int
-    shared_dim: int
-    gated_attention: bool
-
-
-class _Index(NamedTuple):
-    """The fields of ``ModelShape`` of an indexer."""
-
-    index_heads: int = 0
-    index_dim: int = 0
-
-
-class _Mlp(NamedTuple):
-    """The sizes of the MLP of a layer, as in ``ModelShape``."""
-
-    width: int
-    gated: bool
-    experts: int = 0
-    active: int = 0
-    shared: int = 0
-
-
-def _layers(run: _Run) -> list[_Layer]:
+def _layers(run: _CountedRun) -> list[_CountedLayer]:
     if not run.calls:
         raise ValueError(
             f"model: no layer of {run.of} calls attention through transformers' AttentionInterface, as "
@@ -304,7 +258,7 @@ def _layers(run: _Run) -> list[_Layer]:
     if len(stacks) > 1 or None in stacks:
         raise ValueError(f"model: {run.of} has attention outside of a single list of layers, which is not modelled")
     stack = next(iter(stacks))
-    layers = [_Layer(run, layer) for layer in run.model.get_submodule(stack).children() if layer in run.hidden]
+    layers = [_CountedLayer(run, layer) for layer in run.model.get_submodule(stack).children() if layer in run.hidden]
     if min(run.hidden[x.module] for x in layers) < 0:
         raise ValueError(f"model: {run.of} has layers that share their weights, which is not modelled")
     return layers
@@ -317,21 +271,10 @@ def _stack(name: str) -> str | None:
     return ".".join(parts[:at]) or None
 
 
-def _one(what: str, values: Iterable[T], default: T | None = None) -> T:
-    """The single value that all layers have, or ``default`` if there are no layers."""
-    found = list(dict.fromkeys(values))
-    if len(found) > 1:
-        raise ValueError(f"model: layers that differ in their {what} are not modelled: {found[0]} and {found[1]}")
-    if not found:
-        assert default is not None
-        return default
-    return found[0]
-
-
-class _Layer:
+class _CountedLayer:
     """One layer: which of its children is attention, a mixer, an indexer, and its MLP."""
 
-    def __init__(self, run: _Run, module: nn.Module) -> None:
+    def __init__(self, run: _CountedRun, module: nn.Module) -> None:
         self.run, self.module, self.hidden = run, module, abs(run.hidden[module])
         self.name = f"layer {run.names[module]!r} ({type(module).__name__})"
         if not self.hidden:
@@ -343,7 +286,6 @@ class _Layer:
         self.call = calls[0] if calls else None
         if self.call and self.call.is_own and not run.entries.get("index_topk"):
             raise ValueError(f"model: {self.name} makes a mask of its own, which is not modelled")
-        self.window = self.call.window if self.call else 0
         self.rest = [child for child in module.children() if child in run.hidden and [*child.parameters()]]
         self.flops_apart = 0.0  # weights that multiply a token in a mixer, an indexer or a router
         self.indexer: list[nn.Linear] = []
@@ -352,37 +294,27 @@ class _Layer:
             self.rest.remove(self._of_attention)
             self._find_indexer()
 
-    @property
-    def is_indexed(self) -> bool:
-        return bool(self.call and self.call.is_own)
-
-    def find_mixer(self, mixer: Mixer | None) -> bool:
-        """Whether a child has the weights of ``mixer``. It is no longer of the rest."""
+    def parts(self, mixer: Mixer | None) -> tuple[LayerPart, ...]:
+        """What the layer computes; ``mixer`` is the mixer of the configuration."""
+        found: list[LayerPart] = [self._attention(self.call)] if self.call else []
         for child in self.rest:
-            if mixer and sum(w.numel() for w in _matrices(child)) == mixer.weights:
+            if mixer and sum(w.numel() for w in _matrices(child)) == mixer.row.weights:
                 self.flops_apart += self.run.flops(child)
                 self.rest.remove(child)
-                return True
-        return False
+                found.append(mixer)
+                break
+        return (*found, *self._mlp())
 
     def _find_indexer(self) -> None:
         """An indexer has a projection to queries, one to its key, and one to the weights of its heads."""
         for module in self._of_attention.modules():
             linear = [x for x in module.children() if isinstance(x, nn.Linear)]
             sizes = sorted(x.out_features for x in linear)
-            if len(linear) == 3 and self.is_indexed and sizes[0] * sizes[1] == sizes[2]:
+            if len(linear) == 3 and self.call and self.call.is_own and sizes[0] * sizes[1] == sizes[2]:
                 self.indexer, self.flops_apart = linear, self.run.flops(module)
 
-    def index(self) -> _Index:
-        """The sizes of the indexer: the queries of all heads have as many elements as heads times dimensions."""
-        key, heads = (x for x in self.indexer if x.in_features == self.hidden)
-        if key.out_features < heads.out_features:
-            key, heads = heads, key
-        return _Index(heads.out_features, key.out_features)
-
-    def attention(self) -> _Attention:
-        assert self.call
-        _, q, k, v, *_ = self.call
+    def _attention(self, call: _SeenAttention) -> SelfAttention:
+        _, q, k, v, window, *_ = call
         heads, kv_heads, head_dim, v_head_dim = q[1], k[1], q[3], v[3]
         if q[2] != _TOKENS or k[2] != _TOKENS:
             raise ValueError(f"model: {self.name} attends with {q[2]} of {_TOKENS} tokens to {k[2]}: not modelled")
@@ -402,14 +334,20 @@ class _Layer:
             if a == self.hidden and 0 < out - rank < head_dim and b == heads * (head_dim - (out - rank) + v_head_dim)
         ]
         kv_rank, shared = latents[0] if latents and heads == kv_heads else (0, 0)
-        found = _Attention(
-            heads, kv_heads, head_dim, v_head_dim * (v_head_dim != head_dim), q_rank, kv_rank, shared, False
-        )
-        size = ModelShape("", 1, self.hidden, intermediate=1, vocab=1, **found._asdict()).attention_parameters
+        own_v_dim = v_head_dim if v_head_dim != head_dim else 0
+        sizes = self.hidden, heads, kv_heads, head_dim, own_v_dim, q_rank, kv_rank, shared
         weights = sum(w.numel() for w in _matrices(self._of_attention)) - sum(x.weight.numel() for x in self.indexer)
-        return found._replace(gated_attention=weights - size >= self.hidden * heads * v_head_dim)
+        gated = weights - SelfAttention(*sizes).row.weights >= self.hidden * heads * v_head_dim
+        if not call.is_own:
+            chunked = 0 < window == self.run.entries.get("attention_chunk_size")
+            return SelfAttention(*sizes, gated, window, chunked)
+        # The queries of all of an indexer's heads have as many elements as heads times dimensions.
+        of_index = sorted(x.out_features for x in self.indexer if x.in_features == self.hidden)
+        index_heads, index_dim = of_index or (0, 0)
+        keys = self.run.entries["index_topk"]
+        return ChosenKeys(*sizes, gated, keys=keys, index_heads=index_heads, index_dim=index_dim)
 
-    def mlp(self) -> _Mlp | None:
+    def _mlp(self) -> list[Mlp]:
         """The MLP: two equal matrices, or three with a gate, of each expert and of the shared expert."""
         matrices = [w for child in self.rest for w in _matrices(child)]
         stacked = [
@@ -422,7 +360,7 @@ class _Layer:
         if len(stacked) > 1 or any(w.dim() > 2 for w in matrices):
             raise ValueError(f"model: {self.name} has something besides attention and an MLP, which is not modelled")
         if not stacked:
-            return _Mlp(*self._width(matrices)) if matrices else None
+            return [Mlp(self.hidden, *self._width(matrices))] if matrices else []
         ((module, weights),) = stacked
         experts = len(weights[0])
         width, gated = self._width([w[0] for w in weights])
@@ -437,7 +375,7 @@ class _Layer:
         shared_width, shared_gated = self._width(shared) if shared else (0, gated)
         if shared_gated != gated:
             raise ValueError(f"model: {self.name} has shared experts of another kind, which are not modelled")
-        return _Mlp(width, gated, experts, int(active), shared_width)
+        return [Mlp(self.hidden, width, gated, experts, int(active), shared_width)]
 
     def _width(self, matrices: list[Tensor]) -> tuple[int, bool]:
         """The width of an MLP with these matrices, and whether it has a gate; up and gate may be in one matrix."""

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..base.checks import check_choice, check_int
+from .attention import SelfAttention
+from .mlp import CrossAttention, Mlp
+from .shape import Layer, ModelShape
 
 # Text tokens that cross-attention is planned with. Joint attention has the text in the sequence.
 TEXT_TOKENS = 512
@@ -51,8 +54,8 @@ CLASSES = {
 }
 
 
-def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of ``ModelShape`` without its name.
+def shape_of(config: Mapping[str, Any], name: str) -> ModelShape:
+    """The shape of the transformer that a configuration of diffusers describes.
 
     Raises:
         ValueError: the class is not modelled, or the configuration lacks a size.
@@ -82,17 +85,11 @@ def shape_of(config: Mapping[str, Any]) -> dict[str, Any]:
         (blocks.embedders + _REFINER * size("num_refiner_layers", 0)) * unit,
         size(blocks.text) * hidden,
     ]
-    return {
-        "layers": double + single,
-        "hidden": hidden,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_dim": head_dim,
-        "intermediate": width,
-        "vocab": 0,
-        "gated": blocks.gated,
-        "diffusion": True,
-        "causal": False,
-        "cross_tokens": TEXT_TOKENS if blocks.cross else 0,
-        "other_weights": sum(others),
-    }
+    parts = (
+        SelfAttention(hidden, heads, heads, head_dim),
+        *([CrossAttention(hidden, hidden, TEXT_TOKENS)] if blocks.cross else []),
+        Mlp(hidden, width, blocks.gated),
+    )
+    return ModelShape(
+        name, (Layer(double + single, parts),), vocab=0, causal=False, diffusion=True, other_weights=sum(others)
+    )

@@ -13,9 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from .hardware import Hardware
-from .memory import Switches
 from .setting import Setting
 from .step import Choice, StepCost, step
+from .switches import Switches
 
 LONG, SHORT, HOSTS, PACKED = "long", "short", "several hosts", "packed"
 KINDS = {
@@ -64,35 +64,28 @@ class Calibration:
             network=h.network * self.network,
         )
 
-    def range(self, setting: Setting, pairs: float) -> tuple[float, float]:
+    def range(self, setting: Setting) -> tuple[float, float]:
         """The factors of the expected time between which a step is expected to take."""
-        low, high = (self.ranges or {}).get(kind_of(setting, pairs), (1.0, 1.0))
-        # No published run with experts names its settings well enough to be forecast, except one at a million tokens.
-        # None of those that are compared has mixers or indexers.
-        m = setting.model
-        return (low / 1.25, high * 1.25) if m.experts or m.mixer or m.index_heads else (low, high)
+        low, high = (self.ranges or {}).get(kind_of(setting), (1.0, 1.0))
+        is_compared = all(part.row.is_forecast for _, part in setting.model.parts)
+        return (low, high) if is_compared else (low / 1.25, high * 1.25)
 
 
-def floor_seconds(setting: Setting, pairs: float) -> tuple[float, float]:
-    """Seconds of a step's matrix products, mixers included, and of its attention at the published rates.
-
-    Args:
-        setting: the run.
-        pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
-    """
+def floor_seconds(setting: Setting) -> tuple[float, float]:
+    """Seconds of a step's matrix products, mixers included, and of its attention at the published rates."""
     s, m = setting, setting.model
     sequences = s.batch * s.replicas * s.accumulation / s.ranks
     rate = s.hardware.rate(s.kernel)
-    flops = m.layers * (m.d + m.d_out) * 2.0 * pairs * sequences
+    flops = m.attention_flops(s.pairs) * sequences
     gemm = 3.0 * m.token_flops * s.seq_len * sequences / s.hardware.gemm_flops
     return gemm, flops / rate.forward + 2.5 * flops / rate.backward
 
 
-def kind_of(setting: Setting, pairs: float) -> str:
+def kind_of(setting: Setting) -> str:
     """The kind of a run, a key of ``KINDS``."""
     if setting.mask.is_local:
         return PACKED
-    gemm, attention = floor_seconds(setting, pairs)
+    gemm, attention = floor_seconds(setting)
     if attention >= _LONG_SHARE * (gemm + attention):
         return LONG
     return SHORT if setting.ranks <= setting.hardware.gpus_per_host else HOSTS
@@ -111,18 +104,17 @@ def expected_cost(setting: Setting) -> StepCost:
     return StepCost(replace(setting, hardware=calibration().hardware(setting)))
 
 
-def forecast(setting: Setting, switches: Switches, pairs: int, cost: StepCost) -> Choice:
+def forecast(setting: Setting, switches: Switches, cost: StepCost) -> Choice:
     """The step of a setting with its expected time, its floor and the range.
 
     Args:
         setting: the run.
         switches: what is recomputed, offloaded or computed some tokens at a time.
-        pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
         cost: the ``expected_cost`` of the setting.
     """
-    choice, floor = step(cost.setting, switches, pairs, cost), sum(floor_seconds(setting, pairs))
-    low, high = calibration().range(setting, pairs)
-    hard = (kind_of(setting, pairs) != LONG) + (setting.hosts > 1)
+    choice, floor = step(cost.setting, switches, cost), sum(floor_seconds(setting))
+    low, high = calibration().range(setting)
+    hard = (kind_of(setting) != LONG) + (setting.hosts > 1)
     return replace(
         choice,
         error=_ERROR * (1 + hard),

@@ -1,7 +1,8 @@
-"""The messages of one rank, recorded on a ``Timeline`` instead of sent.
+"""The messages and kernels of one rank, recorded on a ``Timeline`` instead of sent and computed.
 
-``RecordedTransport`` and ``RecordedHeadExchange`` stand in for the transport of a ring and the ``HeadExchange`` of
-Ulysses. The runtime's own loops call them, so the messages have the order and the sizes of a training step.
+``RecordedTransport``, ``RecordedHeadExchange`` and ``RecordedRun`` stand in for the transport of a ring, the
+``HeadExchange`` of Ulysses and the ``Run`` with the kernels. The runtime's own loops call them, so the messages have
+the order and the sizes of a training step.
 
 Shapes: b batch, s tokens of this rank, t tokens of the Ulysses group, k keys of a step, n KV heads, d head_dim.
 """
@@ -9,112 +10,37 @@ Shapes: b batch, s tokens of this rank, t tokens of the Ulysses group, k keys of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..comm.p2p import Links
 from ..comm.waiting import Pending
+from ..kernels.base import OutputGrad
+from ..placement.heads import Heads
 from ..schedule.plan import AttentionPlan
-from ..schedule.program import Hop, Step, Transfer
+from ..schedule.program import Hop, Step
+from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import HeadChunk, HeadExchange, Incoming
 from ..strategies.head_messages import HeadSlices, row_widths
+from ..strategies.local import Kernel
 from ..strategies.transport import KV, KeyValues, Message, PeerToPeer, Wait
-from .setting import BETWEEN, LEVELS, WITHIN, Setting
-from .simulate import Timeline
-
-Messages = Sequence[tuple[str, float]]  # the level and the bytes of each message of an exchange
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """The coordinates of the simulated rank in its replica.
-
-    Attributes:
-        setting: how the ranks are split.
-        ring, ulysses, tensor: the index of the rank along each dimension.
-    """
-
-    setting: Setting
-    ring: int
-    ulysses: int
-    tensor: int
-
-    @property
-    def among_all(self) -> RankPlace:
-        """The rank in an all-to-all over all ranks of the sequence."""
-        s = self.setting
-        return RankPlace(replace(s, ring=1, ulysses=s.ring * s.ulysses), 0, self.ring * s.ulysses + self.ulysses, 0)
-
-    def level_to(self, ring: int | None = None, ulysses: int | None = None, tensor: int | None = None) -> str:
-        """The level of the link to a peer, whose coordinates are this rank's except for the given ones."""
-        peer = (
-            self.ring if ring is None else ring,
-            self.ulysses if ulysses is None else ulysses,
-            self.tensor if tensor is None else tensor,
-        )
-        own_host = self.setting.host(self.ring, self.ulysses, self.tensor)
-        return WITHIN if self.setting.host(*peer) == own_host else BETWEEN
-
-    def start(
-        self,
-        timeline: Timeline,
-        name: str,
-        stream: str,
-        sent: Messages,
-        received: Messages,
-        bandwidth_within: float | None = None,
-        rounds: int = 1,
-    ) -> int | None:
-        """Record messages that this rank sends and receives in one exchange, and count the bytes that it sends.
-
-        A link is used for as long as the larger direction of the exchange takes.
-
-        Args:
-            timeline: the timeline that records the exchange.
-            name: what is sent.
-            stream: the communicator, whose exchanges run one after another.
-            sent, received: the level and the bytes of each message.
-            bandwidth_within: bytes/s inside the host, for a collective. By default the bandwidth of point-to-point
-                messages to as many peers.
-            rounds: how many of the messages are sent one after another, each with its latency.
-
-        Returns:
-            The number of the transfer for ``timeline.wait``; None if there is nothing to transfer.
-        """
-        hardware = self.setting.hardware
-        sent_bytes, received_bytes = _bytes_by_level(sent), _bytes_by_level(received)
-        for level, size in sent_bytes.items():
-            timeline.sent[level] += int(size)
-        links = {}
-        if size := max(sent_bytes[WITHIN], received_bytes[WITHIN]):
-            peers = max(1, *(sum(level == WITHIN for level, _ in messages) for messages in (sent, received)))
-            links[WITHIN] = size / min(bandwidth_within or hardware.p2p, hardware.peer * peers)
-        if size := max(sent_bytes[BETWEEN], received_bytes[BETWEEN]):
-            links[BETWEEN] = size / hardware.network
-        return timeline.start(name, stream, links, rounds * hardware.latency)
-
-
-def _bytes_by_level(messages: Messages) -> dict[str, float]:
-    totals = dict.fromkeys(LEVELS, 0.0)
-    for level, size in messages:
-        totals[level] += size
-    return totals
+from .rank import RankTimeline, Sizes
 
 
 class RecordedTransport(PeerToPeer):
     """A transport that records the K/V and the gradients that a rank of a ring sends and receives.
 
     Args:
-        timeline: the timeline that records the messages.
-        place: the rank.
+        recorder: the rank.
         plan: the plan of its attention.
     """
 
-    def __init__(self, timeline: Timeline, place: RankPlace, plan: AttentionPlan) -> None:
+    def __init__(self, recorder: RankTimeline, plan: AttentionPlan) -> None:
         super().__init__(plan, Links())
-        self._timeline, self._place = timeline, place
+        self._recorder = recorder
 
     def send_inter_host(self, step: Step, local: KeyValues) -> Callable[[], Any]:
         return self._start("k, v between hosts", "ring across hosts", step.inter_host, _row_bytes(local.kv))
@@ -140,18 +66,20 @@ class RecordedTransport(PeerToPeer):
         """Record a hop of the plan. A return sends the gradients of the rows that the hop received."""
         assert hop is not None
         bandwidth_within = None
-        if self._plan.dense:
-            sent = self._collective(stream, row_bytes)
-            received = sent  # every rank sends what it receives
-            bandwidth_within = self._place.setting.hardware.all_gather
+        if self._plan.dense:  # every rank sends what it receives
+            sent = received = self._collective(stream, row_bytes)
+            bandwidth_within = self._recorder.split.hardware.all_gather
         else:
-            sent, received = (self._messages(x, row_bytes) for x in (hop.sends, hop.receives))
+            sent, received = (
+                [(transfer.peer, len(transfer.owner_rows) * row_bytes) for transfer in transfers]
+                for transfers in (hop.sends, hop.receives)
+            )
         if is_return:
             sent, received = received, sent
-        number = self._place.start(self._timeline, name, stream, sent, received, bandwidth_within)
-        return lambda: self._timeline.wait(number)
+        number = self._recorder.start(name, stream, "ring", sent, received, bandwidth_within)
+        return lambda: self._recorder.timeline.wait(number)
 
-    def _collective(self, stream: str, row_bytes: float) -> Messages:
+    def _collective(self, stream: str, row_bytes: float) -> Sizes:
         """What this rank sends in an all-gather: its longest possible shard, to each peer.
 
         The first hop gathers over the ranks of other hosts. The second gathers the shards of all hosts inside the host.
@@ -159,17 +87,8 @@ class RecordedTransport(PeerToPeer):
         plan, size = self._plan, self._plan.longest * row_bytes
         if stream == "ring":
             first = plan.rank // plan.per_host * plan.per_host
-            peers, size = range(first, first + plan.per_host), size * plan.hosts
-        else:
-            peers = range(plan.rank % plan.per_host, plan.tokens.ring, plan.per_host)
-        return [(self._place.level_to(ring=peer), size) for peer in peers if peer != plan.rank]
-
-    def _messages(self, transfers: tuple[Transfer, ...], row_bytes: float) -> Messages:
-        return [
-            (self._place.level_to(ring=transfer.peer), len(transfer.owner_rows) * row_bytes)
-            for transfer in transfers
-            if transfer.peer != self._plan.rank
-        ]
+            return [(peer, size * plan.hosts) for peer in range(first, first + plan.per_host)]
+        return [(peer, size) for peer in range(plan.rank % plan.per_host, plan.tokens.ring, plan.per_host)]
 
 
 def _row_bytes(tensors: Sequence[Tensor]) -> int:
@@ -196,12 +115,11 @@ class RecordedHeadExchange(HeadExchange):
     """A ``HeadExchange`` that records its all-to-alls, and the copies that pack and unpack the messages.
 
     Attributes:
-        timeline: the timeline that records the messages.
-        place: the rank, a ``RankPlace``. It has a default only because the fields of ``HeadExchange`` before it do.
+        recorder: the rank.
     """
 
-    timeline: Timeline = field(default_factory=Timeline)
-    place: Any = None
+    _: KW_ONLY
+    recorder: RankTimeline
 
     def to_heads(self, chunk: HeadChunk, x: Tensor, *kv: Tensor) -> Incoming:
         widths = row_widths(chunk.parts(x, *kv))
@@ -220,18 +138,78 @@ class RecordedHeadExchange(HeadExchange):
 
     def _start(self, name: str, sent: list[int], received: list[int], result: Tensor) -> Incoming:
         """Record an all-to-all of ``sent[peer]`` and ``received[peer]`` bytes. ``result`` is what it returns."""
-        place: RankPlace = self.place
-        hardware = place.setting.hardware
-        self.timeline.compute("pack", 2 * sum(sent) / hardware.memory_bandwidth)  # one read and one write
-        to_peers, from_peers = (
-            [(place.level_to(ulysses=peer), float(size)) for peer, size in enumerate(sizes) if peer != self.rank]
-            for sizes in (sent, received)
-        )
-        number = place.start(self.timeline, name, "all-to-all", to_peers, from_peers, hardware.all_to_all)
+        recorder, bandwidth = self.recorder, self.recorder.split.hardware.all_to_all
+        recorder.compute("pack", nbytes=2 * sum(sent))  # one read and one write
+        number = recorder.start(name, "all-to-all", "ulysses", enumerate(sent), enumerate(received), bandwidth)
 
         def arrived() -> Tensor:
-            self.timeline.wait(number)
-            self.timeline.compute("unpack", 2 * sum(received) / hardware.memory_bandwidth)
+            recorder.timeline.wait(number)
+            recorder.compute("unpack", nbytes=2 * sum(received))
             return result
 
         return Incoming(Pending(), arrived)
+
+
+class _NoGradient:
+    """Stands in for a gradient that is added to a tensor without data: the sum is that tensor.
+
+    The sum of two tensors on the meta device would import PyTorch's compiler, which is slow.
+    """
+
+    def __radd__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _NoKernel(Kernel):
+    """Computes nothing."""
+
+    def __init__(self, v_head_dim: int) -> None:
+        self.v_head_dim = v_head_dim
+
+    def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
+        return OutputGrad(dout, out, lse, None)
+
+    def dsinks(self, output: OutputGrad) -> None:
+        return None
+
+
+class RecordedRun(Run):
+    """A run whose kernels are recorded instead of computed.
+
+    Args:
+        call, heads: as in ``Run``.
+        k, v: ``[b, k, n, d]`` and ``[b, k, n, e]``, without data.
+        transport: records the messages.
+        record: records the kernel of a step, for a number of heads.
+    """
+
+    adds_dkv = False  # whether dk and dv are added to the chunk before, which has the same K/V
+
+    def __init__(
+        self,
+        call: AttentionCall,
+        heads: Heads,
+        k: Tensor,
+        v: Tensor,
+        transport: RecordedTransport,
+        record: Callable[[str, Step, int, bool], None],
+    ) -> None:
+        self.kv_ready, self.plan, self.transport, self._record = call.kv_ready, call.plan, transport, record
+        self.heads, self.program = heads, call.program(heads, k, v)
+        self.steps = self.program.steps
+        self.kernel = _NoKernel(call.v_head_dim(v.shape))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
+        if step.attends:
+            self._record("attend", step, len(step.q_heads or self.heads.queries), False)
+        return carries or [
+            (q.new_empty(*q.shape[:3], self.kernel.v_head_dim), q.new_empty(q.shape[0], q.shape[2], q.shape[1]))
+        ]
+
+    def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
+        dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+        return [dq, _NoGradient(), _NoGradient()] if self.adds_dkv else [dq, dk, dv]
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Tensor) -> None:
+        if step.attends:
+            self._record("gradients of", step, len(step.q_heads or self.heads.queries), True)

@@ -1,33 +1,38 @@
-"""``Mixer``: the sizes of linear attention, a state-space layer or a short convolution, from a model's ``config.json``.
+"""``Mixer``: linear attention, a state-space layer or a short convolution.
 
-The rows of ``_ROWS`` count what such a layer of transformers multiplies, sends and keeps. A mixer computes in chunks of
-c tokens. In its recurrence, a head with keys of d elements and values of e elements multiplies for each token
-
-* 2 (3 c d + 2 c e + 3 d e) with the delta rule: in a chunk the keys with each other and with the queries, the inverse
-  of the first product with keys and values, and the second product with the values; and the state with the queries and
-  twice with the keys (Yang et al., arXiv 2412.06464; transformers' function for a CPU has the same products);
-* 2 (c d n / h + c e + 2 d e) in Mamba-2 with n groups of h heads: the products in a chunk, the state and what is read
-  of it (Dao and Gu, arXiv 2405.21060, section 6);
-* 9 d for each channel in Mamba-1, without chunks (as the authors count it, state-spaces/mamba #110).
-
-Kept are the tensors that autograd keeps of the layers of transformers on several ranks, with the kernels of
-flash-linear-attention, mamba-ssm and causal-conv1d.
+A mixer sends what ``seqpar.mixers`` sends: the all-to-alls of ``by_heads`` run here with tensors without data, and the
+plans of ``halo`` and ``by_states`` say which rows are sent. ``mixer_sizes.py`` reads its sizes from a ``config.json``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
-from ..base.checks import check_int
+import torch
+from torch import Tensor
 
-_DELTA_CHUNK = 64  # tokens, in flash-linear-attention and transformers
+from ..masks.mask import Mask
+from ..mixers import Exchange, ToHeads, ToSequence
+from ..placement.heads import Heads, kv_index
+from ..placement.layout import TokenLayout
+from ..placement.placement import Placement
+from ..strategies.auto import sends_halo, sends_states
+from ..strategies.row_exchange import halo_plan, state_plan
+from .messages import RecordedHeadExchange, SimulatedRanks
+from .part import LayerPart, PartRow
+from .rank import RankTimeline
+from .split import ELEMENT_BYTES, FLOAT32_BYTES, Split
+
+_META = torch.device("meta")
+_Rows = tuple[tuple[int, ...], tuple[int, ...]]  # that a rank sends to each rank, and receives from it
 
 
 @dataclass(frozen=True)
-class Mixer:
-    """The sizes of a layer that mixes tokens without attention.
+class Mixer(LayerPart):
+    """A layer that mixes tokens without attention.
 
     Attributes:
         name: what it is.
@@ -35,7 +40,7 @@ class Mixer:
         width: tokens that a channel's kernel reads.
         weights_in: weights that a token is multiplied by before the recurrence, with the weights of the convolution.
         weights_out: weights of the projection after it.
-        kept: elements of a token that autograd keeps, besides the input of the convolution and of the recurrence.
+        saved: elements of a token that autograd keeps, besides the input of the convolution and of the recurrence.
         heads: heads of the recurrence, which ranks divide; 0 without a recurrence.
         groups: heads that several of these read.
         of_head: elements of a token that each head reads, in units of two bytes.
@@ -50,7 +55,7 @@ class Mixer:
     width: int
     weights_in: int
     weights_out: int
-    kept: int
+    saved: int
     heads: int = 0
     groups: int = 1
     of_head: int = 0
@@ -60,133 +65,148 @@ class Mixer:
     state: int = 0
 
     @property
+    def row(self) -> PartRow:
+        flops = self.heads * self.flops
+        supported = dict.fromkeys(("tensor_parallel", "takes_memory", "is_forecast"), False)
+        return PartRow(self.weights_in, self.weights_out, flops=flops, **supported)
+
+    @property
     def moved(self) -> int:
         """Elements of a token in the all-to-all to heads and back."""
         return self.heads * (self.of_head + self.result) + self.groups * self.of_group
 
-    @property
-    def weights(self) -> int:
-        """Number of weights of one layer, without norms, biases and those with one entry for each head or channel."""
-        return self.weights_in + self.weights_out
+    def _read(self, split: Split) -> int:
+        """Elements per token that the recurrence reads. A rank has a head of each tensor at least."""
+        if not self.heads:
+            return 0
+        ranks = split.sequence_ranks
+        return max(self.heads, ranks) * self.of_head + max(self.groups, ranks) * self.of_group
+
+    def kept(self, split: Split, pieces: int = 1) -> float:
+        return float(split.most_tokens * ELEMENT_BYTES * (self.saved + self.channels + self._read(split)))
+
+    def working(self, split: Split, pieces: int = 1) -> float:
+        """The gradients of what it keeps and reads, and of its result; and the messages of these."""
+        elements = self.channels + self._read(split) + self.heads * self.result
+        return float(ELEMENT_BYTES * split.most_tokens * elements * (2 if split.sequence_ranks > 1 else 1))
+
+    def record(self, rank: RankTimeline, backward: bool = False) -> None:
+        """Record the convolution, the recurrence, which backward computes again, and the product of the result with its
+        gate; or their backward."""
+        run = _MixerTimeline(rank, self)
+        if not backward:
+            run.convolution(False)
+            rank.memory_bound("convolution", 2 * self.channels)
+            run.recurrence(1, False)
+            rank.memory_bound("gate", 3 * self.heads * self.result)
+        else:
+            rank.memory_bound("gate", 5 * self.heads * self.result)
+            run.recurrence(3, True)
+            rank.memory_bound("convolution", 4 * self.channels)
+            run.convolution(True)
 
 
-Size = Callable[..., int]  # an entry of the configuration by its names, with a default
+class _MixerTimeline:
+    """Records the messages and the recurrence of a mixer of one rank."""
+
+    def __init__(self, rank: RankTimeline, mixer: Mixer) -> None:
+        self._rank, self._mixer = rank.among_all, mixer
+        self._split = s = self._rank.split
+        self._tokens = rank.tokens // s.batch
+        ranks: Any = SimulatedRanks(s.ulysses, self._rank.ulysses)
+        alone: Any = SimulatedRanks(1, 0)
+        self._placement = Placement(None, alone, ranks, tokens=s.tokens)
+        per_host, token = min(s.ulysses, s.hardware.gpus_per_host), ELEMENT_BYTES * mixer.moved
+        self._state_bytes = FLOAT32_BYTES * mixer.heads * mixer.state
+        self._by_states = bool(mixer.state) and sends_states(s.tokens, per_host, mixer.heads, token, self._state_bytes)
+
+    def convolution(self, backward: bool) -> None:
+        """Record the messages of the convolution. It sends channels where ``seqpar.hf`` does."""
+        m = self._mixer
+        if not sends_halo(self._split.tokens, m.width - 1):
+            channels = replace(m, heads=m.channels, groups=1, of_head=1, of_group=0, result=1)
+            self._by_heads(channels, 0, backward)
+        else:
+            self._halo(backward)
+
+    def recurrence(self, times: int, backward: bool) -> None:
+        """Record ``times`` the recurrence. With states, two passes over this rank's tokens come before the messages."""
+        if not self._by_states:
+            self._by_heads(self._mixer, times, backward)
+            return
+        s, m = self._split, self._mixer
+        one_pass = self._seconds(m.heads, m.groups, self._tokens)
+        before, after = (1, 2) if backward else (2, 1)
+        self._rank.timeline.compute("recurrence", before * times * one_pass)
+        rows = _state_rows(s.tokens, self._rank.ulysses, s.mask, s.batch)
+        self._exchange("states", rows, self._state_bytes, backward)
+        self._rank.timeline.compute("recurrence", after * times * one_pass)
+
+    def _seconds(self, heads: int, groups: int, tokens: int) -> float:
+        """Seconds of the recurrence of some heads in forward: its matrix products, or reading and writing."""
+        s, m = self._split, self._mixer
+        nbytes = ELEMENT_BYTES * (heads * (m.of_head + m.result) + groups * m.of_group)
+        each = max(heads * m.flops / s.hardware.gemm_flops, nbytes / s.hardware.memory_bandwidth)
+        return each * s.batch * tokens
+
+    def _by_heads(self, m: Mixer, times: int, backward: bool = False) -> None:
+        """Record an all-to-all to heads, ``times`` the recurrence of the heads of one rank, and the way back."""
+        if not m.heads:
+            return
+        s, length = self._split, self._split.seq_len
+        # Of the rank with the most heads, for which all others wait.
+        seconds = self._seconds(-(-m.heads // s.ulysses), -(-m.groups // s.ulysses), length)
+
+        def compute() -> None:
+            self._rank.timeline.compute("recurrence", times * seconds + s.hardware.kernel * (times > 0))
+
+        if s.ulysses == 1:
+            compute()
+            return
+        heads = Heads.of_model(m.heads, m.groups)
+        exchange = Exchange(RecordedHeadExchange(self._placement, heads, 1, recorder=self._rank))
+        own, shared = exchange.chunk.heads.queries, kv_index(exchange.chunk.heads) or exchange.chunk.heads.kv
+
+        def tensors(tokens: int, *shapes: tuple[int, int]) -> list[Tensor]:
+            """``[b, tokens, h, d]`` for each shape ``(h, d)`` with elements."""
+            return [torch.empty(s.batch, tokens, *x, dtype=s.dtype, device=_META) for x in shapes if x[1]]
+
+        ctx = SimpleNamespace(heads=exchange, count=1)
+        if not backward:
+            ToHeads.forward(ctx, exchange, 1, *tensors(self._tokens, (m.heads, m.of_head), (m.groups, m.of_group)))
+            compute()
+            ToSequence.forward(ctx, exchange, *tensors(length, (len(own), m.result)))
+            return
+        ToSequence.backward(
+            SimpleNamespace(heads=exchange, count=len(own)), *tensors(self._tokens, (m.heads, m.result))
+        )
+        compute()
+        ToHeads.backward(ctx, *tensors(length, (len(own), m.of_head), (len(shared), m.of_group)))
+
+    def _halo(self, backward: bool) -> None:
+        """Record the rows before this rank's runs of tokens, or in backward their gradients, which are float32."""
+        s, m = self._split, self._mixer
+        if s.ulysses == 1:
+            return
+        rows = _halo_rows(s.tokens, self._rank.ulysses, s.mask, s.batch, m.width - 1)
+        row_bytes = m.channels * (FLOAT32_BYTES if backward else s.dtype.itemsize)
+        self._exchange("rows before", rows, row_bytes, backward)
+
+    def _exchange(self, name: str, rows: _Rows, row_bytes: int, backward: bool) -> None:
+        """Record an all-to-all of rows that are sent and received; of their gradients in the other direction."""
+        sent, received = (
+            [(peer, row_bytes * n) for peer, n in enumerate(x) if n] for x in (reversed(rows) if backward else rows)
+        )
+        self._rank.timeline.wait(self._rank.start(name, "all-to-all of mixers", "ulysses", sent, received))
 
 
-def _delta_rule(name: str, weights_in: int, kept: int, heads: int, groups: int, d: int, e: int, decay: int, width: int,
-                hidden: int) -> Mixer:  # fmt: skip
-    """``decay``: elements of the decay of a head, which are float32.
-
-    Kept besides ``kept`` of the result: as float32, with its norm, and times its gate; the gate as float32 and after
-    its activation. Of each head, what the decay is computed from and the norm.
-    """
-    channels = 2 * groups * d + heads * e
-    c = _DELTA_CHUNK
-    return Mixer(
-        name,
-        channels,
-        width,
-        weights_in + channels * width,
-        heads * e * hidden,
-        kept + 9 * heads * e + 6 * heads,
-        heads,
-        groups,
-        of_head=e + 2 * decay + 1,  # v, decay and beta
-        of_group=2 * d,  # q and k
-        result=e,
-        flops=2.0 * (3 * c * d + 2 * c * e + 3 * d * e),
-        state=d * (d + e),
-    )
+@lru_cache(maxsize=256)
+def _halo_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int) -> _Rows:
+    rows = halo_plan(tokens, rank, mask, batch, width, torch.device("cpu")).rows
+    return rows.sends, rows.receives
 
 
-def _gated_delta_net(size: Size, hidden: int) -> Mixer:
-    h, n = size("linear_num_value_heads"), size("linear_num_key_heads")
-    d, e, width = size("linear_key_head_dim"), size("linear_value_head_dim"), size("linear_conv_kernel_dim", default=4)
-    weights = hidden * (2 * n * d + 2 * h * e + 2 * h)  # q, k, v, gate, and two numbers for each head
-    return _delta_rule("Gated DeltaNet", weights, h * _DELTA_CHUNK, h, n, d, e, 1, width, hidden)
-
-
-def _kimi_delta_attention(size: Size, hidden: int) -> Mixer:
-    h, d, width = size("linear_num_heads"), size("linear_head_dim"), size("linear_conv_kernel_dim", default=4)
-    weights = hidden * (3 * h * d + h) + 2 * (hidden * d + d * h * d)  # q, k, v, beta; decay and gate of rank d
-    # Two products of a chunk; of each element of the decay three float32 and a bool.
-    kept = 2 * h * _DELTA_CHUNK + 13 * h * d // 2
-    return _delta_rule("Kimi Delta Attention", weights, kept, h, h, d, d, d, width, hidden)
-
-
-def _mamba_2(size: Size, hidden: int) -> Mixer:
-    h, n = size("mamba_n_heads", "mamba_num_heads"), size("mamba_n_groups", "n_groups")
-    inner = size("mamba_d_ssm", default=0) or size("mamba_expand", default=2) * hidden
-    e, d = size("mamba_head_dim", default=inner // h), size("mamba_d_state", "ssm_state_size")
-    width, c = size("mamba_d_conv", "conv_kernel", default=4), size("mamba_chunk_size", "chunk_size", default=256)
-    channels = h * e + 2 * n * d
-    return Mixer(
-        "Mamba-2",
-        channels,
-        width,
-        hidden * (h * e + channels + h) + channels * width,  # gate, x, B and C, dt
-        h * e * hidden,
-        11 * h * e + 2 * h,  # the result, with its gate and in float32, and its norm; the decays in float32
-        h,
-        n,
-        of_head=e + 1,  # x and dt
-        of_group=2 * d,  # B and C
-        result=e,
-        flops=2.0 * (c * d * n / h + c * e + 2 * d * e),
-        state=2 * d * e,
-    )
-
-
-def _mamba_1(size: Size, hidden: int) -> Mixer:
-    c, d = size("mamba_expand", default=2) * hidden, size("mamba_d_state", default=16)
-    rank, width = size("mamba_dt_rank"), size("mamba_d_conv", default=4)
-    return Mixer(
-        "Mamba-1",
-        c,
-        width,
-        hidden * 2 * c + c * (rank + 2 * d) + rank * c + c * width,  # x and gate; dt's input, B, C; dt
-        c * hidden,
-        3 * c + 4 * rank + 6 * d,  # the convolution's output, the result of this rank's channels, and of its tokens
-        c,
-        of_head=3,  # x, dt and the gate
-        of_group=2 * d,  # B and C
-        result=1,
-        flops=9.0 * d,
-    )
-
-
-def _short_convolution(size: Size, hidden: int) -> Mixer:
-    width = size("conv_L_cache")
-    # Kept: the three projections, and the output of the convolution before and after its gate.
-    return Mixer("short convolution", hidden, width, hidden * (3 * hidden + width), hidden**2, 5 * hidden)
-
-
-# By an entry of ``config.json`` that only this kind of mixer has.
-_ROWS: dict[str, Callable[[Size, int], Mixer]] = {
-    "linear_num_value_heads": _gated_delta_net,
-    "linear_num_heads": _kimi_delta_attention,
-    "mamba_dt_rank": _mamba_1,
-    "mamba_n_heads": _mamba_2,
-    "mamba_num_heads": _mamba_2,
-    "conv_L_cache": _short_convolution,
-}
-
-
-def mixer_of(entries: Mapping[str, Any], hidden: int) -> Mixer | None:
-    """The mixer of a configuration with these entries; None if it has none of these.
-
-    Raises:
-        ValueError: the configuration lacks a size.
-    """
-
-    def size(*names: str, default: int | None = None) -> int:
-        """The first of the entries ``names`` that the configuration has. Model types name their sizes differently."""
-        for name in names:
-            if entries.get(name) is not None:
-                check_int(f"model: {name}", entries[name], 1)
-                return int(entries[name])
-        if default is None:
-            raise ValueError(f"model: the configuration has no {names[0]}; add it")
-        return default
-
-    return next((make(size, hidden) for entry, make in _ROWS.items() if entries.get(entry) is not None), None)
+@lru_cache(maxsize=256)
+def _state_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int) -> _Rows:
+    rows = state_plan(tokens, rank, mask, batch, torch.device("cpu")).rows
+    return rows.sends, rows.receives

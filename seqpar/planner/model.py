@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..base.checks import check_choice
+from .attention import SelfAttention
+from .chosen_keys import ChosenKeys
 from .diffusion import shape_of
 from .hardware import read_mapping
 from .mixer import Mixer
-from .shape import Kind, ModelShape
+from .mlp import Mlp
+from .part import LayerPart
+from .shape import Layer, ModelShape
 
 
 def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelShape:
@@ -50,19 +54,23 @@ def model_of(value: str | Path | Mapping[str, Any] | ModelShape | Any) -> ModelS
 
 def _of_config(config: Any, name: str) -> ModelShape:
     if isinstance(config, Mapping) and "_class_name" in config:
-        return ModelShape(name, **shape_of(config))
+        return shape_of(config, name)
     from .count import counted_shape
 
     return counted_shape(config, name)
+
+
+# By the names of ``models.json``.
+_PARTS: dict[str, type[LayerPart]] = {"attention": SelfAttention, "chosen keys": ChosenKeys, "mixer": Mixer, "mlp": Mlp}
 
 
 def _named(name: str, config: dict[str, Any], shape: dict[str, Any] | None = None) -> ModelShape:
     """The shape of an entry of ``models.json``: of transformers as ``counted_shape`` has counted it."""
     if shape is None:
         return _of_config(config, name)
-    mixer = shape.pop("mixer", None)
-    kinds = tuple(Kind(**kind) for kind in shape.pop("kinds", ()))
-    return ModelShape(name, **shape, kinds=kinds, mixer=Mixer(**mixer) if mixer else None)
+    hidden, rows = shape.pop("hidden"), shape.pop("layers")
+    layers = (Layer(n, tuple(_PARTS[kind](hidden, **sizes) for kind, sizes in parts.items())) for n, parts in rows)
+    return ModelShape(name, tuple(layers), **shape)
 
 
 def _table() -> dict[str, ModelShape]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .hardware import Hardware
-from .setting import BETWEEN, LEVELS, WITHIN
+from .split import BETWEEN, LEVELS, WITHIN
 from .step import Choice
 
 _HIDDEN = 0.005  # below this share of a step, waits for transfers count as hidden

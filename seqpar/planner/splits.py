@@ -9,9 +9,9 @@ from itertools import product
 
 from ..placement.balanced import balanced_layout
 from ..placement.layout import Assigned, Layout
-from .memory import RECOMPUTE, Switches
 from .setting import Setting
 from .shape import ModelShape
+from .switches import RECOMPUTE, Switches
 
 LONGEST_RING = 1024  # ranks; the time of a simulation is proportional to the length of the ring
 # The slowest rank's share of the work, relative to the mean.
@@ -41,12 +41,12 @@ def splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]
         sequence_ranks = tensor * ulysses * ring
         if ranks % sequence_ranks or replicas not in (None, ranks // sequence_ranks):
             continue
-        if tensor * ulysses > m.heads or ring > LONGEST_RING:
+        if tensor * ulysses > m.attention.heads or ring > LONGEST_RING:
             continue  # some ranks would have no heads, or each would have little to compute between transfers
         if tensor > base.hardware.gpus_per_host:
             continue  # tensor parallelism between hosts: every layer would wait for it
-        if tensor > 1 and (m.experts or m.kv_rank or m.mixer or m.diffusion):
-            continue  # the package has no tensor-parallel layers for experts, latents, mixers and models of diffusers
+        if tensor > 1 and not m.tensor_parallel:
+            continue  # the package has no tensor-parallel layers for this model
         yield replace(base, ring=ring, ulysses=ulysses, tensor=tensor, replicas=ranks // sequence_ranks)
 
 
@@ -87,7 +87,7 @@ def allowed_switches(
 
     Projections by groups of heads save little unless whole layers are recomputed and the MLP is tiled.
     """
-    most = 1 if model.kv_rank else max(n for n in range(1, HEAD_GROUPS + 1) if model.kv_heads % n == 0)
+    most = max(n for n in range(1, HEAD_GROUPS + 1) if n == 1 or model.attention.has_groups(n))
     found = []
     for how in RECOMPUTE:
         if recompute not in (None, how):

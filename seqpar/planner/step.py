@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from ..placement.layout import Assigned, LayoutWord
 from ..placement.strategies import Comm, compared_options
-from .layer import RankTimeline, weight_transfer
-from .memory import Memory, Switches, layer_activations, memory
-from .setting import ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, Setting, Weights
+from .hardware import Hardware
+from .memory import MemoryUse, layer_activations, memory
+from .rank import RankTimeline
+from .setting import GRADIENT_BYTES, Setting, WeightSharding
+from .shape import Layer
 from .simulate import Result, Task, Timeline, simulate
+from .split import BETWEEN, ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, WITHIN, Split
+from .switches import Recompute, Switches
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Choice:
     layout: LayoutWord
     accumulation: int
     tokens_per_step: int
-    weights: Weights
+    weights: WeightSharding
     switches: Switches
     needs: tuple[str, ...]
     fits: bool
@@ -78,7 +82,7 @@ class Choice:
     bytes_sent: Mapping[str, int]
     parameter_bytes_sent: Mapping[str, int]
     memory_bytes: int
-    memory: Memory
+    memory: MemoryUse
     longest_seq_len: int
     reason: str
     floor_s: float = 0.0
@@ -102,6 +106,44 @@ class _Pass(NamedTuple):
     sent: Mapping[str, int]
 
 
+_Key = tuple[Recompute | None, int]  # what is recomputed, None in forward; and the number of groups of heads
+
+
+class WeightTransfer(NamedTuple):
+    """What one rank sends of the weights and gradients of a layer: bytes by level of links, and the latency."""
+
+    sent: Mapping[str, float]
+    latency: float
+
+    def links(self, hardware: Hardware) -> Mapping[str, float]:
+        """Seconds for which each level of links is used."""
+        return {WITHIN: self.sent[WITHIN] / hardware.all_gather, BETWEEN: self.sent[BETWEEN] / hardware.network}
+
+
+def weight_transfer(setting: Setting, backward: bool) -> WeightTransfer:
+    """The all-gather of a layer's weights in forward or in backward, and in backward the reduce-scatter of gradients.
+
+    Each tensor-parallel rank gathers its own shard of the weights, from the ranks that have the same tensor-parallel
+    index. Between hosts, a shard is sent once to each host, over the links of all its ranks with this index. A
+    collective passes every rank once, so its latency grows with their number: 256 H100 reach 200 GB/s in an all-gather
+    of 2 GB (NVIDIA/nccl #1218), which is 20 us for each of them in addition to the bytes. Inside a host it is half.
+    """
+    s, hardware = setting, setting.hardware
+    per_host = max(1, min(s.ranks, hardware.gpus_per_host) // s.tensor)  # ranks that share a shard
+    hosts = 1 if s.weights == "hsdp" else s.hosts
+    once_a_step = 1 / s.accumulation if s.weights == "zero1" else 1.0
+    gathers = 0.0 if backward and s.weights in ("zero1", "zero2") else once_a_step
+    reductions = once_a_step if backward else 0.0
+    weights = s.model.layer_parameters / s.tensor
+    nbytes = (ELEMENT_BYTES * gathers + GRADIENT_BYTES * reductions) * weights
+    sent = {WITHIN: nbytes * (per_host - 1) / per_host, BETWEEN: nbytes * (hosts - 1) / hosts / per_host}
+    hops = (gathers + reductions) * (1 + hosts - 1 + hosts * (per_host - 1) / 2)
+    if s.weights == "hsdp" and backward:  # an all-reduce of the shard's gradients over the hosts
+        sent[BETWEEN] += 2 * GRADIENT_BYTES * weights / per_host * (s.hosts - 1) / s.hosts
+        hops += 2 * (s.hosts - 1)
+    return WeightTransfer(sent, hardware.latency * hops)
+
+
 class StepCost:
     """The time of a training step on the slowest rank, for every combination of switches.
 
@@ -111,12 +153,12 @@ class StepCost:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.layers = [_LayerCost(of_kind, {}) for of_kind in setting.of_kinds]
+        self.layers = [_LayerCost(setting, layer, split, {}) for layer, split in setting.layers]
 
-    def with_weights(self, weights: Weights) -> StepCost:
+    def with_weights(self, weights: WeightSharding) -> StepCost:
         """The cost with weights that are sharded in another way. What layers compute and send is recorded once."""
         cost = StepCost(replace(self.setting, weights=weights))
-        cost.layers = [_LayerCost(replace(x.setting, weights=weights), x.recorded) for x in self.layers]
+        cost.layers = [_LayerCost(cost.setting, x.layer, x.split, x.recorded) for x in self.layers]
         return cost
 
     def parameters_seconds(self) -> float:
@@ -146,14 +188,16 @@ class _LayerCost:
     """The time of one kind of layer on the slowest rank.
 
     Args:
-        setting: the setting of the step, with the kind and the mask of these layers.
+        setting: the setting of the step.
+        layer: these layers.
+        split: the split of the ranks with the mask of these layers.
         recorded: by ``Switches.recompute`` and ``Switches.head_groups``, the timeline of the backward; by None and
             ``head_groups``, the timeline of the forward. Without the transfers of weights.
     """
 
-    def __init__(self, setting: Setting, recorded: dict[tuple[str | None, int], Timeline]) -> None:
-        self.setting, self.count, self.recorded = setting, setting.kind.layers, recorded
-        self._passes: dict[tuple[str | None, int], _Pass] = {}  # by the keys of ``recorded``
+    def __init__(self, setting: Setting, layer: Layer, split: Split, recorded: dict[_Key, Timeline]) -> None:
+        self.setting, self.layer, self.split, self.recorded = setting, layer, split, recorded
+        self._passes: dict[_Key, _Pass] = {}
 
     def passes(self, switches: Switches) -> tuple[_Pass, _Pass]:
         """The forward and the backward of a layer.
@@ -163,7 +207,7 @@ class _LayerCost:
         """
         return self._pass(None, switches.head_groups), self._pass(switches.recompute, switches.head_groups)
 
-    def _pass(self, how: str | None, groups: int) -> _Pass:
+    def _pass(self, how: Recompute | None, groups: int) -> _Pass:
         """The forward for None, else the backward with the recomputation ``how``."""
         key, s = (how, groups), self.setting
         if key not in self._passes:
@@ -175,35 +219,35 @@ class _LayerCost:
             self._passes[key] = _Pass(Result(tuple(tasks), simulate(tasks)), dict(recorded.sent))
         return self._passes[key]
 
-    def _record(self, how: str | None, groups: int) -> Timeline:
-        timeline, rank = Timeline(), RankTimeline(self.setting, head_groups=groups)
+    def _record(self, how: Recompute | None, groups: int) -> Timeline:
+        rank = RankTimeline(self.split, switches=Switches(how or "none", head_groups=groups))
         if how != "none":
-            rank.forward(timeline, attention=how != "keep_attention")
+            self.layer.forward(rank)
         if how is not None:
-            rank.backward(timeline, keeps_attention=how == "keep_attention")
-        return timeline
+            self.layer.backward(rank)
+        return rank.timeline
 
     def seconds(self, switches: Switches) -> tuple[float, float]:
         """Seconds of the forward and backward of one layer; and the seconds of these in which the rank computes."""
         forward, backward = (one_pass.result for one_pass in self.passes(switches))
         total, compute = forward.seconds + backward.seconds, forward.compute + backward.compute
         if switches.tiled_mlp:  # backward computes the MLP's forward again
-            again = RankTimeline(self.setting, head_groups=switches.head_groups).mlp_seconds()
+            rank = RankTimeline(self.split)
+            again = sum(sum(part.product_seconds(rank)) for part in self.layer.parts if not part.row.mixes)
             total, compute = total + again, compute + again
         if switches.offload:  # to the host during forward, and back during backward
-            copy = layer_activations(self.setting, switches.recompute, switches.tiled_mlp)
+            copy = layer_activations(self.layer, self.split, replace(switches, head_groups=1))
             copy_seconds = copy / self.setting.hardware.host_link
             total = max(forward.seconds, copy_seconds) + max(total - forward.seconds, copy_seconds)
         return total, compute
 
 
-def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None = None) -> Choice:
+def step(setting: Setting, switches: Switches, cost: StepCost | None = None) -> Choice:
     """Predict one training step. ``longest_seq_len`` and ``reason`` of the choice are left empty.
 
     Args:
         setting: the model, the mask, the cluster and the split of the ranks.
         switches: what is recomputed, offloaded or computed some tokens at a time.
-        pairs: visible pairs of a query and a key in one sequence, the mean of the layers.
         cost: the ``StepCost`` of the setting, which simulates each kind of layer once for all switches. By default a
             new one.
     """
@@ -213,11 +257,11 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
     layers = layers_compute = 0.0
     sent = dict.fromkeys(LEVELS, 0)
     for layer in cost.layers:
-        layer_seconds, layer_compute = layer.seconds(switches)
-        layers, layers_compute = layers + layer.count * layer_seconds, layers_compute + layer.count * layer_compute
+        count, (layer_seconds, layer_compute) = layer.layer.count, layer.seconds(switches)
+        layers, layers_compute = layers + count * layer_seconds, layers_compute + count * layer_compute
         for one_pass in layer.passes(switches):
             for level, size in one_pass.sent.items():
-                sent[level] += layer.count * size
+                sent[level] += count * size
     outside_layers = times * cost.loss_seconds() + cost.optimizer_seconds()
     seconds = times * layers + outside_layers
     sequences = s.batch * s.replicas * times
@@ -235,15 +279,15 @@ def step(setting: Setting, switches: Switches, pairs: int, cost: StepCost | None
         tokens_per_step=sequences * s.seq_len,
         weights=s.weights,
         switches=switches,
-        needs=switches.lacking(s),
+        needs=s.lacking(switches),
         fits=used.fits(s.hardware),
         seconds=seconds,
         error=0.0,
         tokens_per_s=sequences * s.seq_len / seconds,
-        mfu=m.model_flops(sequences * s.seq_len, sequences * pairs) / (seconds * s.ranks * s.hardware.peak_flops),
+        mfu=m.model_flops(sequences * s.seq_len, sequences * s.pairs) / (seconds * s.ranks * s.hardware.peak_flops),
         compute_s=times * layers_compute + outside_layers,
         exposed_s=max(0.0, round(times * (layers - layers_compute), 9)),
-        parameters_s=times * m.layers * cost.parameters_seconds(),
+        parameters_s=times * m.depth * cost.parameters_seconds(),
         bytes_sent={level: times * size for level, size in sent.items()},
         parameter_bytes_sent={level: int(times * share * sum(x[level] for x in weights)) for level in LEVELS},
         memory_bytes=int(used.total),
@@ -260,3 +304,13 @@ def context_name(setting: Setting) -> str:
     if setting.ring > 1:
         return "context_parallel" if setting.gather else "ring"
     return "ulysses" if setting.ulysses > 1 else "local"
+
+
+def attention_seconds(setting: Setting, passes: Sequence[str] = ("forward", "backward")) -> float:
+    """Seconds of the attention of one layer by itself, on the slowest rank."""
+    seconds = 0.0
+    for name in passes:
+        rank = RankTimeline(setting)
+        setting.model.attention.record(rank, name == "backward")
+        seconds += rank.timeline.run().seconds
+    return seconds

@@ -1,7 +1,7 @@
 """``strategy="auto"``: the rule that names a strategy before anything runs.
 
 The rule reads only what every rank knows alike, so the ranks take the same strategy without a message. It sums
-up what the planner simulates (``layer.attention_seconds``) for 2 to 32 H100s and 512 to 32,768 tokens on each.
+up what the planner simulates (``step.attention_seconds``) for 2 to 32 H100s and 512 to 32,768 tokens on each.
 ``tests/planner/test_rules.py`` compares it with the simulation, ``seqpar bench`` with this machine.
 
 * An all-to-all is exposed, and a ring overlaps with its kernels. But a ring has more messages and smaller kernels. So

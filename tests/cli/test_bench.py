@@ -39,8 +39,8 @@ from seqpar.cli.bench_runners import (
 from seqpar.cli.launch import CommandError
 from seqpar.patching.replaced import replaced
 from seqpar.planner.hardware import AttentionRate
-from seqpar.planner.layer import attention_seconds
 from seqpar.planner.setting import Setting
+from seqpar.planner.step import attention_seconds
 
 from ..pool import Pool, on_ranks
 from ..reference import assert_close, assert_error
@@ -390,7 +390,7 @@ def test_the_planner_knows_which_ring_is_slower() -> None:
     seconds = {}
     for layout, (name, ulysses) in product(("contiguous", "zigzag"), (("ring", 1), ("ulysses", 2), ("all_gather", 1))):
         setting = Setting(
-            attention_shape(4, 4, 64), ONE_CORE, Mask.causal(), 2048, ring=2 // ulysses, ulysses=ulysses,
+            ONE_CORE, Mask.causal(), 2048, model=attention_shape(4, 4, 64), ring=2 // ulysses, ulysses=ulysses,
             layout=layout, gather=name == "all_gather", dtype=torch.float32,
         )  # fmt: skip
         seconds[name, layout] = attention_seconds(setting)

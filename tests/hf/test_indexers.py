@@ -24,10 +24,10 @@ import seqpar
 import seqpar.hf
 from seqpar import Mask
 from seqpar.hf.mechanisms import indexers
-from seqpar.planner.memory import Switches
 from seqpar.planner.model import model_of as plan_model
 from seqpar.planner.setting import Setting
 from seqpar.planner.step import step
+from seqpar.planner.switches import Switches
 
 from ..pool import Pool, on_ranks
 from ..reference import assert_error
@@ -224,8 +224,8 @@ def test_bytes(pool: Pool, strategy: str) -> None:
     for found in pool.run(3, sent, strategy):
         assert found == (forward, backward)
     degrees = {"ulysses": 3} if strategy == "ulysses" else {"ring": 3}
-    setting = Setting(plan_model(model_of(GLM).config), H100, Mask.causal(), 46, 2, layout="zigzag", **degrees)
-    planned = step(replace(setting, dtype=torch.float32), Switches(), 1).bytes_sent
+    setting = Setting(H100, Mask.causal(), 46, 2, model=plan_model(model_of(GLM).config), layout="zigzag", **degrees)
+    planned = step(replace(setting, dtype=torch.float32), Switches()).bytes_sent
     assert sum(planned.values()) == forward + backward
 
 

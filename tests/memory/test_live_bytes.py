@@ -14,18 +14,19 @@ from seqpar.memory.head_groups import group_heads
 from seqpar.memory.switches import Checkpoint
 from seqpar.memory.tiles import tile_mlp
 from seqpar.planner import memory as counts
-from seqpar.planner.memory import Recompute, Switches
+from seqpar.planner import mlp
+from seqpar.planner.mlp import Mlp
 from seqpar.planner.setting import Setting
-from seqpar.planner.shape import ModelShape
+from seqpar.planner.switches import Recompute, Switches
 
 from ..live_bytes import LiveBytes
-from ..settings import H100
+from ..settings import H100, decoder
 from .host_copies import HostCopies
 from .modules import MLP, Attention, Model
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, LAYERS, TOKENS, TILE = 128, 8, 4, 384, 5, 1024, 128
-SHAPE = ModelShape("m", LAYERS, HIDDEN, HEADS, KV_HEADS, HIDDEN // HEADS, WIDTH, 64)
-SETTING = Setting(SHAPE, H100, Mask.causal(), TOKENS)
+SHAPE = decoder("m", LAYERS, HIDDEN, HEADS, KV_HEADS, HIDDEN // HEADS, WIDTH, 64)
+SETTING = Setting(H100, Mask.causal(), TOKENS, model=SHAPE)
 RECOMPUTE: dict[Checkpoint, Recompute] = {"none": "none", "attention": "keep_attention", "full": "full"}
 MODES = [(how, False) for how in get_args(Checkpoint)] + [(how, True) for how in get_args(Checkpoint) if how != "none"]
 # Each value of a switch with each value of every other switch.
@@ -67,14 +68,17 @@ def test_bytes_that_are_kept(memory: Memory) -> None:
 
 
 def test_peak_of_the_backward_of_a_tiled_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counts, "TILE_TOKENS", TILE)
+    monkeypatch.setattr(mlp, "TILE_TOKENS", TILE)
+    counted, switches = Mlp(HIDDEN, WIDTH), Switches(tiled_mlp=True)
+    pieces = counted.pieces(SETTING, switches)
+    expected = counted.kept(SETTING, pieces) + counted.working(SETTING, pieces)
     module = MLP(HIDDEN, WIDTH, dtype=torch.bfloat16).requires_grad_(False)
     tile_mlp(module, TILE)
     x, dy = hidden(requires_grad=True), hidden()
     y = module(x)
     with LiveBytes() as live:
         y.backward(dy)
-    assert live.peak + dy.nbytes == pytest.approx(counts._mlp_working(SETTING, tiled_mlp=True), rel=0.05)
+    assert live.peak + dy.nbytes == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("groups", [2, 4])
@@ -89,6 +93,6 @@ def test_bytes_when_the_backward_of_a_group_of_heads_begins(groups: int) -> None
     with LiveBytes() as live:
         y = module(x)
         y.backward(dy)
-    recomputed = counts._attention_activations(SETTING, groups)
+    recomputed = SHAPE.attention.kept(SETTING, groups)
     expected = recomputed + 2 * HIDDEN * TOKENS / groups + (2 + 4) * HIDDEN * TOKENS
     assert live.before["seqpar.attention_backward"] == pytest.approx(expected, rel=0.05)

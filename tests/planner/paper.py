@@ -28,6 +28,6 @@ def paper_activations(
     sbh = float(seq_len) * batch * model.hidden
     if recompute == "full":
         return 2 * sbh
-    scores = 0.0 if recompute == "selective" else 5.0 * model.heads * seq_len / model.hidden / tensor
+    scores = 0.0 if recompute == "selective" else 5.0 * model.attention.heads * seq_len / model.hidden / tensor
     outside = 10.0 / tensor if sequence_parallel else 10.0
     return sbh * (outside + 24.0 / tensor + scores)

@@ -13,16 +13,17 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from seqpar import Mask
+from seqpar.planner.attention import SelfAttention
 from seqpar.planner.forecast import Calibration, kind_of
 from seqpar.planner.hardware import HARDWARE, AttentionRate
-from seqpar.planner.layer import attention_seconds
-from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix
 from seqpar.planner.model import MODELS
-from seqpar.planner.pairs import visible_pairs
 from seqpar.planner.setting import Setting
 from seqpar.planner.shape import ModelShape
-from seqpar.planner.step import StepCost, step
+from seqpar.planner.step import StepCost, attention_seconds, step
+from seqpar.planner.switches import Switches
+
+from ..settings import changed, decoder
 
 LEFT_OUT = {
     "pipeline parallelism, which is not modelled": (
@@ -50,8 +51,8 @@ GB200 = replace(
     B200, name="gb200", peak_flops=2500e12, gemm_flops=1822e12, attention={"cudnn": AttentionRate(1622e12, 1226e12)}
 )
 FP8 = {"h100": 1402.6e12, "h100-500w": 1402.6e12, "h200": 1453.4e12, "b200": 3432.5e12, "gb200": 3615.6e12}
-LLAMA_7B = ModelShape("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000)
-LLAMA_7B_GQA = replace(LLAMA_7B, name="llama-7b-gqa", kv_heads=8)
+LLAMA_7B = decoder("llama2-7b", 32, 4096, 32, 32, 128, 11008, 32000)
+LLAMA_7B_GQA = replace(changed(LLAMA_7B, SelfAttention, kv_heads=8), name="llama-7b-gqa")
 LLAMA_8B, LLAMA_70B, LLAMA_405B = (MODELS[f"llama3-{size}"] for size in ("8b", "70b", "405b"))
 
 
@@ -83,7 +84,7 @@ class Row:
         settings = [replace(self.setting, mask=mask) for mask in masks]
         settings = [replace(s, hardware=calibration.hardware(s)) for s in settings]
         if self.switches is not None:
-            return step(settings[0], self.switches, 1, StepCost(settings[0])).seconds
+            return step(settings[0], self.switches, StepCost(settings[0])).seconds
         passes = ("forward", "backward") if self.passes == "both" else (self.passes,)
         return sum(attention_seconds(s, passes) for s in settings) / len(masks)
 
@@ -92,8 +93,7 @@ class Row:
         """The kind of run: a key of ``KINDS``, or attention alone."""
         if self.switches is None and not self.setting.mask.is_local:
             return ALONE
-        s = self.setting
-        return kind_of(s, visible_pairs(s.mask, s.seq_len))
+        return kind_of(self.setting)
 
 
 def step_row(
@@ -111,7 +111,7 @@ def fp8(setting: Setting) -> Setting:
 
 def steps() -> Iterator[Row]:
     full = Switches("full")
-    alst = Setting(LLAMA_8B, H100, CAUSAL, 0, kernel="flash2", state_bytes=6)
+    alst = Setting(H100, CAUSAL, 0, model=LLAMA_8B, kernel="flash2", state_bytes=6)
     for what, tokens, gpus, s, switches in (
         ("0.5M", 500_000, 1, 1010, Switches("full", True, True, True)),
         ("1.1M", 1_100_000, 8, 564, full),
@@ -125,7 +125,7 @@ def steps() -> Iterator[Row]:
     yield step_row(
         "ALST, arXiv 2506.13996", "8B 160K on 8 H100, dp", replace(alst, seq_len=160_000, replicas=8), full, seconds=123
     )
-    trl = Setting(MODELS["qwen3-8b"], H100, CAUSAL, 1 << 20, gather=True, layout="zigzag", kernel="cudnn")
+    trl = Setting(H100, CAUSAL, 1 << 20, model=MODELS["qwen3-8b"], gather=True, layout="zigzag", kernel="cudnn")
     for name, tokens, gpus, s in (
         ("qwen3-0.6b", 1, 8, 137), ("qwen3-8b", 1, 8, 364), ("qwen3-30b-a3b", 1, 8, 483), ("qwen3-32b", 1, 8, 1295),
         ("qwen3-0.6b", 4, 8, 2135), ("qwen3-8b", 2, 16, 696), ("qwen3-8b", 4, 32, 1346),
@@ -139,14 +139,20 @@ def steps() -> Iterator[Row]:
     ):  # fmt: skip
         # Global batch 8. It names no degree: 32 ranks, as many as heads. It counts all pairs, and so do its kernels.
         where = Setting(
-            MODELS["gpt-7b"], A100, Mask.full(), tokens, ulysses=32, replicas=gpus // 32, accumulation=8 * 32 // gpus
+            A100,
+            Mask.full(),
+            tokens,
+            model=MODELS["gpt-7b"],
+            ulysses=32,
+            replicas=gpus // 32,
+            accumulation=8 * 32 // gpus,
         )
         source = "DeepSpeed-Ulysses, arXiv 2309.14509, tables 2 and 3"
         yield step_row(
             source, f"7B {tokens >> 10}K on {gpus} A100", where, Switches("full", chunked_loss=False), seconds=ms / 1e3
         )
     keep = Switches("keep_attention", chunked_loss=False)
-    titan = Setting(LLAMA_8B, H100_500W, CAUSAL, 8192, 2, replicas=8, kernel="flash2")
+    titan = Setting(H100_500W, CAUSAL, 8192, 2, model=LLAMA_8B, replicas=8, kernel="flash2")
     source = "TorchTitan, llama3_h100_202412"
     for gpus, rates in ((8, (5762, 6667, 8532)), (128, (5605, 6514, 8380))):
         for how, rate in zip(("eager", "compiled", "FP8"), rates, strict=True):
@@ -182,10 +188,10 @@ def steps() -> Iterator[Row]:
     ):  # fmt: skip
         kernel = "cudnn" if gpu is not B200 else None
         where = Setting(
-            model, gpu, CAUSAL, 8192, batch, replicas=gpus, kernel=kernel, accumulation=total // gpus // batch
+            gpu, CAUSAL, 8192, batch, model=model, replicas=gpus, kernel=kernel, accumulation=total // gpus // batch
         )
         yield step_row(source, f"{model.name} 8K on {gpus} {gpu.name}, FP8", fp8(where), none, per_gpu=rate)
-    nemo = Setting(LLAMA_8B, B200, CAUSAL, 0, layout="zigzag")
+    nemo = Setting(B200, CAUSAL, 0, model=LLAMA_8B, layout="zigzag")
     for k, tensor, ring, replicas, rate in (
         (8, 1, 1, 2, 28854),
         (32, 1, 2, 4, 16817),
@@ -215,7 +221,7 @@ def steps() -> Iterator[Row]:
         yield step_row(
             "NeMo 24.03, long sequences", f"7B {k}K on {where.ranks} H100, FP8", fp8(where), none, per_gpu=rate
         )
-    loong = Setting(LLAMA_7B_GQA, A100, CAUSAL, 131072)
+    loong = Setting(A100, CAUSAL, 131072, model=LLAMA_7B_GQA)
     shardings: tuple[tuple[str, dict[str, Any], float], ...] = (
         ("Ulysses 32", {"ulysses": 32}, 629.9), ("CP 32", {"ring": 32, "layout": "zigzag"}, 706.2),
         ("8 x 4", {"ulysses": 8, "ring": 4, "layout": "zigzag"}, 838.1),
@@ -232,7 +238,7 @@ def steps() -> Iterator[Row]:
 
 
 def attention_shape(heads: int, kv_heads: int) -> ModelShape:
-    return ModelShape("attention", 1, heads * 128, heads, kv_heads, 128, heads * 512, 64)
+    return decoder("attention", 1, heads * 128, heads, kv_heads, 128, heads * 512, 64)
 
 
 def attention_alone() -> Iterator[Row]:
@@ -244,7 +250,7 @@ def attention_alone() -> Iterator[Row]:
         (H800, (38.5, 10.4, 63.0, 17.4, 55.0, 16.0), (52.4, 14.4, 74.8, 21.4, 60.8, 16.4)),
         (A100, (24.0, 6.2, 38.2, 10.6, 32.5, 9.75), (33.1, 8.7, 47.9, 13.4, 34.3, 9.7)),
     ):
-        base = Setting(attention_shape(32, 8), gpu, CAUSAL, 65536, ring=8, kernel="flash2")
+        base = Setting(gpu, CAUSAL, 65536, model=attention_shape(32, 8), ring=8, kernel="flash2")
         for i, rate in enumerate(batch_rates):
             layout: Any = ("contiguous", "zigzag", "striped")[i // 2]
             passes = ("forward", "both")[i % 2]
@@ -270,7 +276,7 @@ def attention_alone() -> Iterator[Row]:
         (1, "zigzag", 17.778), (1, "striped", 17.057),
     ):  # fmt: skip
         where = Setting(
-            attention_shape(8, 8), A100, CAUSAL, 131072, 2, ring=8 // ulysses, ulysses=ulysses, layout=layout
+            A100, CAUSAL, 131072, 2, model=attention_shape(8, 8), ring=8 // ulysses, ulysses=ulysses, layout=layout
         )
         yield Row(
             "USP, long-context-attention", f"Ulysses {ulysses}, {layout}, on 8 A100", 1 / rate, where, None, "forward"
@@ -282,7 +288,7 @@ def attention_alone() -> Iterator[Row]:
     def magi(gpu: Any, gpus: int, how: str, mask: Mask, each: int) -> Setting:
         ulysses = {"Ulysses": gpus, "all-gather": 1, "USP": 8}[how]
         return Setting(
-            attention_shape(64, 8), gpu, mask, each * gpus, ring=gpus // ulysses, ulysses=ulysses, **ways[how]
+            gpu, mask, each * gpus, model=attention_shape(64, 8), ring=gpus // ulysses, ulysses=ulysses, **ways[how]
         )
 
     source = "MagiAttention, charts"

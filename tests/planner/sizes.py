@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from seqpar.planner.shape import ModelShape
+from ..settings import decoder
 
 TOKENS = 96
 DOCUMENTS = (0, 60, 70, TOKENS)  # boundaries of packed documents
-SHAPE = ModelShape("small", 2, 64, 8, 4, 8, 128, 512)
+SHAPE = decoder("small", 2, 64, 8, 4, 8, 128, 512)

@@ -17,9 +17,10 @@ import seqpar
 from seqpar import Mask
 from seqpar.cli.launch import launch
 from seqpar.planner.code import code
-from seqpar.planner.memory import Switches
 from seqpar.planner.mixer import Mixer
+from seqpar.planner.shape import Layer
 from seqpar.planner.step import Choice
+from seqpar.planner.switches import Switches
 
 from ..reference import MARGINS, assert_error
 from ..settings import H100
@@ -39,7 +40,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "tp_sp ulysses": ("fsdp", "full", True),
     "tp_sp ring": ("fsdp", "none"),
 }
-MIXER = Mixer("short convolution", 64, 3, 64, 64, 64)
+MIXER = Layer(1, (Mixer(64, "short convolution", 64, 3, 64, 64, 64),))
 
 
 def small_plan(**options: Any) -> seqpar.Plan:
@@ -78,7 +79,7 @@ def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         choice: Any = replace(choices[name], layout=layout)
         texts[f"{name}, packed"] = printed(packed, choice)
     full = choices["context_parallel context_parallel"]
-    texts["mixer"] = printed(replace(plan, model=replace(SHAPE, mixer=MIXER)), full)
+    texts["mixer"] = printed(replace(plan, model=replace(SHAPE, layers=(*SHAPE.layers, MIXER))), full)
     not_causal = replace(plan, model=replace(SHAPE, causal=False), mask=Mask.full())
     texts["masked"] = printed(not_causal, choices["ulysses ulysses"])
     for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model", "activation_checkpointing_enable()"):
@@ -114,7 +115,14 @@ def test_torchrun_runs_a_printed_file(tmp_path: Path) -> None:
 
 def test_what_is_printed() -> None:
     """Lines of at most 100 columns; where hosts meet; a backend that was asked for; a row that transformers can run."""
-    plan = seqpar.plan(replace(SHAPE, layers=126), 1 << 15, 16, global_batch=16, recompute="none", offload=False)
+    plan = seqpar.plan(
+        replace(SHAPE, layers=(Layer(126, SHAPE.layers[0].parts),)),
+        1 << 15,
+        16,
+        global_batch=16,
+        recompute="none",
+        offload=False,
+    )
     texts = [printed(plan, choice) for choice in plan.choices if choice.possible]
     assert {choice.context for choice in plan.choices if choice.possible} > {"ring", "ulysses", "hybrid"}
     assert all("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" in text for text in texts)

@@ -12,12 +12,13 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.planner.memory import _mlp_elements, layer_activations
+from seqpar.planner.memory import layer_activations
+from seqpar.planner.mlp import Mlp
 from seqpar.planner.setting import Setting
-from seqpar.planner.shape import ModelShape
+from seqpar.planner.switches import Switches
 
 from ..pool import Pool, on_ranks
-from ..settings import H100
+from ..settings import H100, decoder
 from ..strategies.test_activation_memory import PaperLayer, saved_bytes
 from .paper import paper_activations
 
@@ -64,11 +65,11 @@ def kept(group: ProcessGroup, strategy: str, kv_heads: int) -> tuple[int, int]:
 def test_activations_are_within_5_percent_of_what_autograd_keeps(pool: Pool, strategy: str, kv_heads: int) -> None:
     world = 2
     degree = {"ulysses": "ulysses", "tp_sp": "tensor"}.get(strategy, "ring")
-    model = ModelShape("m", 1, HIDDEN, HEADS, kv_heads, 8, 3 * HIDDEN, 64)
-    setting = replace(Setting(model, H100, Mask.causal(), TOKENS, 2), **{degree: world})
+    model = decoder("m", 1, HIDDEN, HEADS, kv_heads, 8, 3 * HIDDEN, 64)
+    setting = replace(Setting(H100, Mask.causal(), TOKENS, 2, model=model), **{degree: world})
     for everything, recomputed in pool.run(world, kept, strategy, kv_heads):
-        assert layer_activations(setting) == pytest.approx(everything, rel=0.05)
-        assert layer_activations(setting, "full") == pytest.approx(recomputed, rel=0.05)
+        assert layer_activations(model.layers[0], setting) == pytest.approx(everything, rel=0.05)
+        assert layer_activations(model.layers[0], setting, Switches("full")) == pytest.approx(recomputed, rel=0.05)
 
 
 @on_ranks
@@ -81,8 +82,9 @@ def kept_by_the_paper_layer(group: ProcessGroup) -> int:
 def test_the_layer_of_the_paper(pool: Pool) -> None:
     """Ours, without dropout; and theirs without scores, which has two dropout masks of a byte an element."""
     (measured,) = pool.run(1, kept_by_the_paper_layer)
-    model = ModelShape("paper", 1, 32, 8, 8, 4, 128, 64, gated=False)
-    assert layer_activations(Setting(model, H100, Mask.causal(), TOKENS, 2)) == pytest.approx(measured, rel=0.05)
+    model = decoder("paper", 1, 32, 8, 8, 4, 128, 64, gated=False)
+    setting = Setting(H100, Mask.causal(), TOKENS, 2, model=model)
+    assert layer_activations(model.layers[0], setting) == pytest.approx(measured, rel=0.05)
     paper = paper_activations(model, TOKENS, 2, recompute="selective")
     assert paper - 2 * TOKENS * 2 * 32 == pytest.approx(measured, rel=0.05)
 
@@ -113,5 +115,5 @@ def test_experts_keep_copies_of_their_tokens() -> None:
             (nn.functional.silu(copy @ gate[i].T) * (copy @ up[i].T) @ down[i].T) * scores[token, slot][:, None]
             kept -= copy.nbytes if kept > seen else 0  # two products save it, the storage is one
     kept -= 4 * TOKENS * active  # the chosen scores, one number a row
-    model = ModelShape("m", 1, hidden, 4, 4, 8, width, 64, experts=experts, active_experts=active)
-    assert 2 * _mlp_elements(model) * TOKENS == pytest.approx(kept / 2, rel=0.05)
+    setting = Setting(H100, Mask.causal(), TOKENS, model=decoder("m", 1, hidden, 4, 4, 8, width, 64))
+    assert Mlp(hidden, width, True, experts, active).kept(setting) == pytest.approx(kept / 2, rel=0.05)

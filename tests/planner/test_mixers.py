@@ -20,22 +20,22 @@ from seqpar.comm.collectives import start_all_to_all
 from seqpar.comm.waiting import Pending
 from seqpar.hf.mechanisms.mixers import _FUNCTIONS
 from seqpar.placement.layout import LAYOUTS
-from seqpar.planner.layer import RankTimeline
-from seqpar.planner.memory import Switches, layer_activations
-from seqpar.planner.messages import RankPlace
+from seqpar.planner.chosen_keys import ChosenKeys
+from seqpar.planner.memory import layer_activations
 from seqpar.planner.mixer import Mixer
-from seqpar.planner.mixer_layer import MixerTimeline
+from seqpar.planner.mlp import Mlp
 from seqpar.planner.model import MODELS, model_of
-from seqpar.planner.setting import BETWEEN, WITHIN, Setting
-from seqpar.planner.shape import Kind, ModelShape
-from seqpar.planner.simulate import Timeline
+from seqpar.planner.rank import RankTimeline
+from seqpar.planner.setting import Setting
+from seqpar.planner.shape import Layer, ModelShape
+from seqpar.planner.split import BETWEEN, WITHIN
 from seqpar.planner.step import StepCost, step
+from seqpar.planner.switches import Switches
 
 from ..core.test_hosts import simulated
-from ..settings import H100
+from ..settings import H100, changed
 from ..strategies.test_activation_memory import saved_bytes
 
-MIXER = Kind(attention=False, mixer=True)
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "num_hidden_layers": 4, "head_dim": 16, "pad_token_id": None,
@@ -84,6 +84,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def shape_of(kind: str) -> ModelShape:
     return model_of({"model_type": kind, **SIZES, **CONFIGS[kind]})
+
+
+def mixer_layer(shape: ModelShape) -> Layer:
+    """The first layer with a mixer."""
+    return next(layer for layer in shape.layers if any(isinstance(part, Mixer) for part in layer.parts))
+
+
+def mixer_of(shape: ModelShape) -> Mixer:
+    return next(part for part in mixer_layer(shape).parts if isinstance(part, Mixer))
 
 
 def transformers_config(kind: str) -> Any:
@@ -166,16 +175,15 @@ def test_a_mixer_keeps_what_autograd_keeps(kind: str, monkeypatch: pytest.Monkey
             monkeypatch.setattr(file, name, partial(_FUNCTIONS[name].sharded, kernel, options), raising=False)
         x = torch.randn(2, 64, 64, dtype=torch.bfloat16, requires_grad=True)
         kept = saved_bytes(mixer, x)
-    setting = Setting(shape, H100, Mask.causal(), 128, 2, ulysses=2, kind=MIXER._replace(mlp=False))
-    input_of_norm = x.nbytes  # the norm's output is what the mixer reads
-    assert layer_activations(setting) - input_of_norm == pytest.approx(kept, rel=0.05)
+    setting = Setting(H100, Mask.causal(), 128, 2, model=shape, ulysses=2)
+    output_of_norm = x.nbytes  # which the mixer reads
+    assert mixer_of(shape).kept(setting) + output_of_norm == pytest.approx(kept, rel=0.05)
 
 
 def test_flops_of_a_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrix products of transformers' own function, with whole chunks."""
     file = module_of("qwen3_next")[1]
-    mixer = shape_of("qwen3_next").mixer
-    assert mixer is not None
+    mixer = mixer_of(shape_of("qwen3_next"))
     monkeypatch.setattr(file, "is_torchdynamo_exporting", lambda: True)  # with products instead of a solver
     d, e, tokens = mixer.of_group // 2, mixer.result, 128
     q, v = (torch.randn(1, tokens, mixer.heads, n) for n in (d, e))
@@ -269,15 +277,14 @@ def test_bytes_are_those_that_the_runtime_counts(
     world: int, kind: str, states: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ranks with heads of their own, with shared groups, and without heads, in splits over a ring too."""
-    for file in ("hf.mechanisms.mixers", "planner.mixer_layer"):
+    for file in ("hf.mechanisms.mixers", "planner.mixer"):
         monkeypatch.setattr(f"seqpar.{file}.sends_states", lambda *_: states)
     for module in ("row_exchange", "head_exchange"):
         monkeypatch.setattr(f"seqpar.strategies.{module}.start_all_to_all", all_to_all)
     tokens = 8 * world
     mask = Mask.documents([0, world, world + 3, 5 * world // 2, tokens])
     shape = shape_of(kind)
-    mixer = shape.mixer
-    assert mixer is not None
+    mixer = mixer_of(shape)
     for layout, rank in product(LAYOUTS, (0, world - 1)):
         with simulated(world, rank, PER_HOST, monkeypatch) as group:
             sharding = Sharding(tokens, layout, group=group)
@@ -285,13 +292,12 @@ def test_bytes_are_those_that_the_runtime_counts(
         gpus = replace(H100, gpus_per_host=PER_HOST)
         for ring in (1, 2):
             ulysses = world // ring
-            setting = Setting(shape, gpus, mask, tokens, BATCH, ring=ring, ulysses=ulysses, layout=layout, kind=MIXER)
-            rank_timeline = MixerTimeline(RankPlace(setting, rank // ulysses, rank % ulysses, 0), mixer, 8)
+            setting = Setting(gpus, mask, tokens, BATCH, model=shape, ring=ring, ulysses=ulysses, layout=layout)
             found = []
-            for record in (rank_timeline.forward, rank_timeline.backward):
-                timeline = Timeline()
-                record(timeline)
-                found.append((timeline.sent[WITHIN], timeline.sent[BETWEEN]))
+            for backward in (False, True):
+                timeline = RankTimeline(setting, rank // ulysses, rank % ulysses)
+                mixer.record(timeline, backward)
+                found.append((timeline.timeline.sent[WITHIN], timeline.timeline.sent[BETWEEN]))
             assert found == expected, (layout, rank, ring)
 
 
@@ -299,29 +305,23 @@ def test_bytes_are_those_that_the_runtime_counts(
 
 
 def hybrid(**changes: Any) -> ModelShape:
-    return replace(MODELS["qwen3.5-27b"], layers=4, kinds=(MIXER._replace(layers=3), Kind(1)), **changes)
+    mixers, attention = MODELS["qwen3.5-27b"].layers
+    return replace(MODELS["qwen3.5-27b"], layers=(replace(mixers, count=3), replace(attention, count=1)), **changes)
 
 
 def test_a_step_has_the_layers_of_each_kind() -> None:
     """The time, bytes and memory of three layers with a mixer and one with attention are their sums."""
-    setting = Setting(hybrid(), H100, Mask.causal(), 1 << 15, ulysses=4)
-    both = step(setting, Switches(), 1)
+    setting = Setting(H100, Mask.causal(), 1 << 15, model=hybrid(), ulysses=4)
+    both = step(setting, Switches())
     alone = []
-    for kind, layers in ((MIXER, 3), (Kind(), 1)):
-        shape = replace(hybrid(), layers=layers, kinds=(kind._replace(layers=layers),))
-        cost = StepCost(replace(setting, model=shape)).layers[0]
-        one = layer_activations(replace(setting, model=shape, kind=kind))
-        alone.append(
-            (
-                layers * cost.seconds(Switches())[0],
-                layers * sum(x.sent[WITHIN] for x in cost.passes(Switches())),
-                layers * one,
-            )
-        )
+    for cost in StepCost(setting).layers:
+        sent = sum(x.sent[WITHIN] for x in cost.passes(Switches()))
+        each = cost.seconds(Switches())[0], sent, layer_activations(cost.layer, setting)
+        alone.append([cost.layer.count * x for x in each])
     seconds, sent, kept = (sum(x) for x in zip(*alone, strict=True))
     assert both.bytes_sent[WITHIN] == sent
     outside = StepCost(setting).loss_seconds() + StepCost(setting).optimizer_seconds()
-    assert both.seconds == pytest.approx(seconds + outside, rel=0.02)  # weights are sent as the mean of all layers
+    assert both.seconds == pytest.approx(seconds + outside)
     assert both.memory.activations == pytest.approx(kept + 4 * 5120 * setting.most_tokens)
 
 
@@ -329,10 +329,10 @@ def test_ranks_without_heads_save_no_time() -> None:
     """48 heads: 96 ranks take as long as 48 for the recurrence, and 24 ranks longer."""
 
     def recurrence(ulysses: int) -> float:
-        setting = Setting(hybrid(), H100, Mask.causal(), 96 << 10, ring=2, ulysses=ulysses // 2, kind=MIXER)
-        timeline = Timeline()
-        RankTimeline(setting).forward(timeline)
-        return next(sum(x.links.values()) for x in timeline.tasks if x.name == "recurrence") - H100.kernel
+        setting = Setting(H100, Mask.causal(), 96 << 10, model=hybrid(), ring=2, ulysses=ulysses // 2)
+        rank = RankTimeline(setting)
+        mixer_layer(hybrid()).forward(rank)
+        return next(sum(x.links.values()) for x in rank.timeline.tasks if x.name == "recurrence") - H100.kernel
 
     assert recurrence(96) == recurrence(48) < recurrence(24)
 
@@ -373,16 +373,15 @@ def test_plans(name: str) -> None:
 
 
 def test_an_indexer_limits_the_pairs_of_attention() -> None:
-    shape = replace(MODELS["deepseek-v3.2"], experts=0, active_experts=0, dense_layers=0)
-    chosen, every = (seqpar.plan(x, 1 << 16, 64) for x in (shape, replace(shape, kinds=())))
+    shape = changed(MODELS["deepseek-v3.2"], Mlp, experts=0, active_experts=0)
+    long = changed(shape, ChosenKeys, keys=1 << 16)
+    chosen, every = (seqpar.plan(x, 1 << 16, 64) for x in (shape, long))
     assert chosen.pairs == 2048 * 2049 // 2 + (65536 - 2048) * 2048
     assert every.pairs == 65536 * 65537 // 2
     assert {x.degrees["tp"] for x in chosen.choices} == {1}
-    setting = Setting(shape, H100, Mask.causal(), 1 << 16, ring=64, layout="zigzag")
-    own, reused = (
-        StepCost(replace(setting, model=replace(shape, kinds=(Kind(61, indexed=True, indexer=x),))))
-        for x in (True, False)
-    )
+    setting = Setting(H100, Mask.causal(), 1 << 16, model=shape, ring=64, layout="zigzag")
+    reusing = changed(shape, ChosenKeys, index_heads=0, index_dim=0)
+    own, reused = (StepCost(replace(setting, model=x)) for x in (shape, reusing))
     assert own.layers[0].seconds(Switches()) > reused.layers[0].seconds(Switches())
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ import torch
 
 import seqpar
 from seqpar import Mask
+from seqpar.planner.attention import SelfAttention
 from seqpar.planner.hardware import hardware_of
-from seqpar.planner.memory import Switches
+from seqpar.planner.mlp import Mlp
 from seqpar.planner.model import MODELS, model_of
-from seqpar.planner.setting import WITHIN, Setting
-from seqpar.planner.shape import Kind, ModelShape
+from seqpar.planner.setting import Setting
+from seqpar.planner.shape import Layer, ModelShape
+from seqpar.planner.split import WITHIN
 from seqpar.planner.step import step
+from seqpar.planner.switches import Switches
 
-from ..settings import H100
+from ..settings import H100, changed
 
 
 @pytest.mark.slow
@@ -127,9 +132,10 @@ def test_weights_of_models_are_those_that_their_cards_name(name: str) -> None:
     assert shape.parameters == pytest.approx(weights, rel=0.03 if name == "gemma3-27b" else 0.007)
     assert shape.multiplied_parameters == pytest.approx(active, rel=0.03)
     if name == "deepseek-v3":  # its report has 187 million weights of one layer's attention
-        assert (shape.head_dim, shape.v_head_dim, shape.d, shape.d_out) == (192, 128, 128 * 192, 128 * 128)
-        assert (shape.q_rank, shape.kv_rank, shape.shared_dim) == (1536, 512, 64)
-        assert shape.attention_parameters == pytest.approx(187.1e6, rel=1e-3)
+        x = shape.attention
+        assert (x.head_dim, x.v_head_dim, x.d, x.d_out) == (192, 128, 128 * 192, 128 * 128)
+        assert (x.q_rank, x.kv_rank, x.shared_dim) == (1536, 512, 64)
+        assert x.row.weights == pytest.approx(187.1e6, rel=1e-3)
 
 
 @pytest.mark.thorough(name=["gpt-7b", "lfm2-1.2b", "qwen3.5-27b"])
@@ -170,6 +176,15 @@ DEFAULTS: dict[str, tuple[Any, ...]] = {
 }
 
 
+def windows_of(shape: ModelShape) -> dict[int, int]:
+    """How many layers have each window."""
+    found = Counter[int]()
+    for layer in shape.layers:
+        if layer.attention and layer.attention.window:
+            found[layer.attention.window] += layer.count
+    return dict(found)
+
+
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_sizes_are_counted_in_the_model(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -183,19 +198,21 @@ def test_sizes_are_counted_in_the_model(kind: str) -> None:
         model = auto.from_config(config)
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     experts, width, dense, *others, (window, windows), causal = DEFAULTS[kind]
-    assert (shape.experts, shape.active_experts, shape.shared_width) == experts
-    assert width in (shape.intermediate, shape.dense_width) and shape.dense_layers == dense
-    assert [shape.gated, shape.tied] == others
-    assert (shape.local_tokens, shape.count("local") * (window > 0), shape.causal) == (window, windows, causal)
-    if not shape.experts:
+    mlps = [(count, part) for count, part in shape.parts if isinstance(part, Mlp)]
+    widest = shape.mlp
+    assert widest and (widest.experts, widest.active_experts, widest.shared_width) == experts
+    assert width in (0, *(x.width for _, x in mlps))
+    assert sum(count for count, x in mlps if widest.experts > x.experts) == dense
+    assert [widest.gated, shape.tied] == others
+    assert (windows_of(shape), shape.causal) == ({window: windows} if window else {}, causal)
+    if not widest.experts:
         masks = Mask.causal() if causal else Mask.full(), None
         given, default = (seqpar.plan(shape, 4096, 2, mask=mask).pairs for mask in masks)
         assert given == default
 
 
 def test_a_window_of_attention_that_is_not_causal_has_two_sides() -> None:
-    shape = replace(MODELS["qwen3-8b"], kinds=(Kind(36, local=True),), local_tokens=65, causal=False)
-    ((_, seen),) = shape.masks(Mask.full(), 256)
+    seen = SelfAttention(64, 4, 4, 16, window=65).sees(Mask.full(), 256)
     assert torch.equal(seen.dense(256), Mask.sliding_window(64, 64).dense(256))
 
 
@@ -232,54 +249,59 @@ def test_configurations_that_contradict_themselves_are_refused(given: dict[str, 
         counted(given)
 
 
+PARTS = SelfAttention(64, 4, 2, 16), Mlp(64, 96)
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("make", "message"),
     [
-        ({"kv_heads": 12}, "kv_heads=12: expected a divisor of heads=32"),
-        ({"heads": 0}, "heads=0: expected at least 1"),
-        ({"kv_heads": 64}, "kv_heads=64: expected a divisor of heads=32"),
-        ({"experts": 4, "active_experts": 5}, "active_experts=5: expected at least 1 and at most experts=4"),
-        ({"experts": 4}, "active_experts=0: expected at least 1"),
-        ({"kinds": (Kind(3),)}, "they have 3 layers together, not layers=32"),
-        ({"kinds": (Kind(32, local=True),)}, "local_tokens=0: layers of kinds"),
-        ({"kinds": (Kind(32, mixer=True),)}, "mixer=None: layers of kinds"),
-        ({"dense_layers": 33}, "dense_layers=33: expected at most layers=32"),
-        ({"vocab": -1}, "vocab=-1: expected at least 0"),
+        (lambda: SelfAttention(64, 32, 12, 16), "kv_heads=12: expected a divisor of heads=32"),
+        (lambda: SelfAttention(64, 0, 12, 16), "heads=0: expected at least 1"),
+        (lambda: SelfAttention(64, 32, 64, 16), "kv_heads=64: expected a divisor of heads=32"),
+        (lambda: SelfAttention(64, 32, 32, 16, window=-1), "window=-1: expected at least 0"),
+        (lambda: Mlp(64, 96, True, 4, 5), "active_experts=5: expected at least 1 and at most experts=4"),
+        (lambda: Mlp(64, 96, experts=4), "active_experts=0: expected at least 1"),
+        (lambda: Layer(0, PARTS), "count=0: expected at least 1"),
+        (lambda: ModelShape("m", (Layer(1, PARTS[1:]),), 64), "expected a layer with attention"),
+        (lambda: ModelShape("m", (Layer(1, PARTS),), -1), "vocab=-1: expected at least 0"),
+        (
+            lambda: ModelShape("m", (Layer(1, PARTS), Layer(1, (replace(PARTS[0], heads=8),))), 64),
+            "layers that differ in their attention",
+        ),
+        (lambda: ModelShape("m", (Layer(1, (PARTS[0], Mlp(32, 96))),), 64), "layers that differ in their hidden size"),
     ],
 )
-def test_shapes_that_contradict_themselves_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_shapes_that_contradict_themselves_are_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        replace(MODELS["llama3-8b"], **changes)
+        make()
     with pytest.raises(TypeError, match=r"hidden=4096\.5: expected an int"):
-        replace(MODELS["llama3-8b"], hidden=4096.5)
+        Mlp(4096.5, 64)
 
 
 def test_without_transformers_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ValueError, match="needs transformers"):
         model_of(LLAMA)
-    assert model_of("llama3-8b").layers == 32
+    assert model_of("llama3-8b").depth == 32
 
 
 def test_layers_with_windows_compute_and_send_less() -> None:
     """gpt-oss: every other layer sees 128 keys. Its step is the mean of one without windows and one with only them."""
     given, *_ = CONFIGS["gpt-oss-120b"]
     shape = counted(given)
-    assert (shape.count("local"), shape.local_tokens) == (18, 128)
-    assert [kind.layers for kind, _ in shape.masks(Mask.causal(), 4096)] == [18, 18]
-    assert shape.masks(Mask.causal(), 128) == [(Kind(36), Mask.causal())]
-    seen = dict(shape.masks(Mask.causal(), 300))[Kind(18, local=True)]
-    assert torch.equal(seen.dense(300), Mask.sliding_window(127).dense(300))
+    assert windows_of(shape) == {128: 18}
+    local, other = sorted(shape.layers, key=lambda x: x.attention is not None and not x.attention.window)
+    assert local.sees(Mask.causal(), 128) == other.sees(Mask.causal(), 300) == Mask.causal()
+    assert torch.equal(local.sees(Mask.causal(), 300).dense(300), Mask.sliding_window(127).dense(300))
     steps = []
-    for local in (0, 18, 36):
-        kinds = Kind(36 - local), Kind(local, local=True)
-        setting = Setting(replace(shape, kinds=kinds), H100, Mask.causal(), 65536, ring=4, layout="zigzag")
-        steps.append(step(setting, Switches(), 1))
+    for rows in ((replace(other, count=36),), shape.layers, (replace(local, count=36),)):
+        setting = Setting(H100, Mask.causal(), 65536, model=replace(shape, layers=rows), ring=4, layout="zigzag")
+        steps.append(step(setting, Switches()))
     none, half, every = steps
     assert half.bytes_sent[WITHIN] == (none.bytes_sent[WITHIN] + every.bytes_sent[WITHIN]) / 2
     assert half.seconds == pytest.approx((none.seconds + every.seconds) / 2)
     assert every.bytes_sent[WITHIN] < none.bytes_sent[WITHIN] / 100
-    shapes = shape, replace(shape, kinds=())
+    shapes = shape, changed(shape, SelfAttention, window=0)
     plan, whole = (seqpar.plan(x, 65536, 64, recompute="full", offload=False) for x in shapes)
     assert 0.5 < plan.pairs / whole.pairs < 0.51 and plan.best.tokens_per_s > 1.2 * whole.best.tokens_per_s
 
@@ -287,18 +309,18 @@ def test_layers_with_windows_compute_and_send_less() -> None:
 @pytest.mark.parametrize(
     ("others", "expected"),
     [
-        ({"sliding_window": 64}, (8, 64)),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, (0, 0)),
-        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, (2, 64)),
-        ({"model_type": "cohere2", "sliding_window": 64, "sliding_window_pattern": 4}, (6, 64)),
-        ({"model_type": "gemma2", "sliding_window": 64}, (4, 64)),
-        ({"model_type": "llama4_text", "attention_chunk_size": 64}, (6, 64)),
+        ({"sliding_window": 64}, {64: 8}),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": False}, {}),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True, "max_window_layers": 6}, {64: 2}),
+        ({"model_type": "cohere2", "sliding_window": 64, "sliding_window_pattern": 4}, {64: 6}),
+        ({"model_type": "gemma2", "sliding_window": 64}, {64: 4}),
+        ({"model_type": "llama4_text", "attention_chunk_size": 64}, {64: 6}),
     ],
 )
-def test_windows_of_configurations(others: dict[str, Any], expected: tuple[int, int]) -> None:
+def test_windows_of_configurations(others: dict[str, Any], expected: dict[int, int]) -> None:
     sizes = {"num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96, "vocab_size": 32}
     shape = counted({**config("mistral", 8, 64, 4, **sizes), **others})
-    assert (shape.count("local"), shape.local_tokens) == expected
-    assert shape.chunked == ("attention_chunk_size" in others)
-    if shape.chunked:
-        assert dict(shape.masks(Mask.causal(), 256))[Kind(6, local=True)] == Mask.causal() & Mask.chunked(64)
+    assert windows_of(shape) == expected
+    if "attention_chunk_size" in others:
+        seen = {x.sees(Mask.causal(), 256) for x in shape.layers}
+        assert seen == {Mask.causal(), Mask.causal() & Mask.chunked(64)}

@@ -20,18 +20,20 @@ from seqpar.cli.plan import draw_charts, read_batch, read_tokens, shown, table
 from seqpar.cli.plan import plan as plan_command
 from seqpar.placement.balanced import balanced_layout
 from seqpar.placement.layout import Assigned
+from seqpar.planner.attention import SelfAttention
 from seqpar.planner.choose import is_equal
-from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
-from seqpar.planner.setting import BETWEEN, WEIGHTS, WITHIN, Setting
+from seqpar.planner.setting import WEIGHTS, Setting
+from seqpar.planner.split import BETWEEN, WITHIN
 from seqpar.planner.splits import allowed_switches, settings
 from seqpar.planner.step import Choice, StepCost, step
+from seqpar.planner.switches import Switches
 
-from ..settings import H100
+from ..settings import H100, changed
 
-NARROW = replace(MODELS["llama3-8b"], kv_heads=2)
-LATENT = replace(MODELS["llama3-8b"], kv_heads=32, kv_rank=512, shared_dim=64)
+NARROW = changed(MODELS["llama3-8b"], SelfAttention, kv_heads=2)
+LATENT = changed(MODELS["llama3-8b"], SelfAttention, kv_heads=32, kv_rank=512, shared_dim=64)
 
 planned = cache(seqpar.plan)
 
@@ -101,7 +103,7 @@ def test_offloading_is_recommended_where_nothing_else_fits() -> None:
 def test_groups_of_heads_divide_the_kv_heads() -> None:
     """Also where nothing fits, so that every way to save memory is compared."""
     for kv_heads, groups in ((1, 1), (2, 2), (4, 4), (6, 3), (8, 4)):
-        shape = replace(NARROW, heads=24, kv_heads=kv_heads)
+        shape = changed(NARROW, SelfAttention, heads=24, kv_heads=kv_heads)
         assert max(x.head_groups for x in allowed_switches(shape, None, None, True, None, None)) == groups
         plan = seqpar.plan(shape, 1 << 22, 2, offload=False)
         assert not plan.choices[0].possible and plan.shortage
@@ -117,13 +119,13 @@ def test_waits_for_weights_name_pipeline_parallelism() -> None:
 
 
 def test_what_the_package_lacks() -> None:
-    base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 131072)
+    base = Setting(H100, Mask.causal(), 131072, model=MODELS["llama3-8b"])
     every = Switches("full", True, True, True, 4)
-    assert every.lacking(base) == () and every.lacking(replace(base, ulysses=8)) == ()
-    assert every.lacking(replace(base, tensor=8)) == ("tiled_mlp", "head_groups")
-    assert every.lacking(replace(base, ulysses=16)) == ("head_groups",)  # 8 heads of a group for 16 ranks
-    assert replace(every, head_groups=3).lacking(base) == ("head_groups",)
-    assert Switches(offload=True).lacking(base) == ("offload",)
+    assert base.lacking(every) == replace(base, ulysses=8).lacking(every) == ()
+    assert replace(base, tensor=8).lacking(every) == ("tiled_mlp", "head_groups")
+    assert replace(base, ulysses=16).lacking(every) == ("head_groups",)  # 8 heads of a group for 16 ranks
+    assert base.lacking(replace(every, head_groups=3)) == ("head_groups",)
+    assert base.lacking(Switches(offload=True)) == ("offload",)
 
 
 def test_all_choices_have_the_same_global_batch() -> None:
@@ -144,7 +146,7 @@ def test_all_choices_have_the_same_global_batch() -> None:
 
 
 def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
-    shape = replace(MODELS["llama3-8b"], heads=4, kv_heads=4, head_dim=1024)
+    shape = changed(MODELS["llama3-8b"], SelfAttention, heads=4, kv_heads=4, head_dim=1024)
     plan = seqpar.plan(shape, 65536, 16, replicas=1)
     assert all(c.degrees["ulysses"] * c.degrees["tp"] <= 4 for c in plan.choices)
     # Between hosts a ring sends fewer bytes than an all-to-all as long as the KV heads are few.
@@ -157,7 +159,7 @@ def test_heads_limit_ulysses_and_links_limit_the_ring() -> None:
 
 def test_packed_documents_are_compared_in_the_layout_that_balances_them() -> None:
     mask = mask_of("mix:magi", 1 << 17)
-    base = Setting(MODELS["llama3-8b"], H100, mask, 1 << 17)
+    base = Setting(H100, mask, 1 << 17, model=MODELS["llama3-8b"])
     found = list(settings(base, 32, 1))
     for s in found:
         zigzag = replace(s, layout="zigzag").imbalance()
@@ -168,13 +170,13 @@ def test_packed_documents_are_compared_in_the_layout_that_balances_them() -> Non
         assert s.layout != "striped"
     assert sum(isinstance(s.layout, Assigned) for s in found) > 10
     # With fewer than four tiles for a rank there is no balanced layout.
-    short = settings(Setting(MODELS["llama3-8b"], H100, Mask.documents([0, 3000, 4096]), 4096), 32, 1)
+    short = settings(Setting(H100, Mask.documents([0, 3000, 4096]), 4096, model=MODELS["llama3-8b"]), 32, 1)
     assert {s.layout for s in short if s.ring == 32} == {"striped"}
 
 
 def test_rings_that_are_too_long_to_simulate_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def rings(replicas: int | None) -> list[int]:
-        base = Setting(replace(MODELS["llama3-8b"], heads=2, kv_heads=2), H100, Mask.full(), 4096)
+        base = Setting(H100, Mask.full(), 4096, model=changed(MODELS["llama3-8b"], SelfAttention, heads=2, kv_heads=2))
         return sorted({s.ring for s in settings(base, 128, replicas)})
 
     every = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -193,22 +195,24 @@ def test_rings_longer_than_memory_requires_are_left_out() -> None:
 
 
 def test_what_layers_compute_is_recorded_once_for_all_ways_to_shard_weights() -> None:
-    base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 4096, ring=2, replicas=64, accumulation=4)  # it waits
+    base = Setting(
+        H100, Mask.causal(), 4096, model=MODELS["llama3-8b"], ring=2, replicas=64, accumulation=4
+    )  # it waits
     cost, switches = StepCost(base), Switches("full")
     for weights in WEIGHTS:
         other = replace(base, weights=weights)
         shared, own = cost.with_weights(weights), StepCost(other)
-        assert step(other, switches, 1, shared) == step(other, switches, 1, own)
+        assert step(other, switches, shared) == step(other, switches, own)
         assert shared.layers[0].recorded is cost.layers[0].recorded
         assert len(cost.layers[0].recorded) == 2  # forward and backward
 
 
 def test_switches_are_priced() -> None:
-    base = Setting(MODELS["llama3-8b"], H100, Mask.causal(), 131072, ring=8, layout="zigzag")
+    base = Setting(H100, Mask.causal(), 131072, model=MODELS["llama3-8b"], ring=8, layout="zigzag")
     cost = StepCost(base)
 
     def of(**options: Any) -> tuple[float, float]:
-        choice = step(base, Switches(**options), 131072**2 // 2, cost)
+        choice = step(base, Switches(**options), cost)
         return choice.seconds, choice.memory.activations + choice.memory.working + choice.memory.logits
 
     plain, kept_attention, full = (of(recompute=x) for x in ("none", "keep_attention", "full"))

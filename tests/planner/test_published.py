@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,13 @@ import pytest
 import seqpar
 from seqpar import Mask
 from seqpar.planner.forecast import KINDS, calibration
-from seqpar.planner.memory import Switches, memory
+from seqpar.planner.memory import memory
+from seqpar.planner.mlp import Mlp
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import Setting
+from seqpar.planner.switches import Switches
 
-from ..settings import H100
+from ..settings import H100, changed
 from .paper import paper_activations
 from .published import ALONE, CALIBRATING, HELD_OUT, Row
 
@@ -87,7 +88,7 @@ def test_orders_that_others_measured() -> None:
 )
 def test_memory_of_torchtitan(cp: int, tokens: int, gib: float) -> None:
     """Table 2: the logits of 32,768 tokens a GPU decide."""
-    setting = Setting(MODELS["llama3-8b"], H100, Mask.causal(), tokens, ring=cp, gather=True, replicas=8 // cp)
+    setting = Setting(H100, Mask.causal(), tokens, model=MODELS["llama3-8b"], ring=cp, gather=True, replicas=8 // cp)
     assert memory(setting, Switches("full", chunked_loss=False)).total / GIB == pytest.approx(gib, rel=0.1)
 
 
@@ -107,7 +108,7 @@ def test_memory_of_trl(name: str, millions: int, gb: float) -> None:
     """#6845, #6846: 8 H100, all recomputed, offloaded; it does not say how many bytes a weight takes. 8 are AdamW in
     bfloat16, and the mixture of experts must have taken fewer."""
     setting = Setting(
-        MODELS[name], H100, Mask.causal(), millions << 20, ring=8, gather=True, layout="zigzag", state_bytes=8
+        H100, Mask.causal(), millions << 20, model=MODELS[name], ring=8, gather=True, layout="zigzag", state_bytes=8
     )
     used = memory(setting, Switches("full", offload=True, tiled_mlp=name == "qwen3-32b"))
     assert used.total / 1e9 == pytest.approx(gb, rel=0.35)
@@ -130,7 +131,7 @@ MORE = pytest.mark.xfail(
 )
 def test_lengths_that_alst_trained_fit(tokens: int, gpus: int, tiled: bool, offload: bool) -> None:
     """Its tables 1 to 4, with the optimizer on the CPU: 6 bytes a weight."""
-    setting = Setting(MODELS["llama3-8b"], H100, Mask.causal(), tokens, ulysses=gpus, state_bytes=6)
+    setting = Setting(H100, Mask.causal(), tokens, model=MODELS["llama3-8b"], ulysses=gpus, state_bytes=6)
     used = memory(setting, Switches("full", offload, True, tiled))
     print(f"{tokens}: {used.total / 1e9:.1f} GB")
     assert used.total < H100.memory_bytes
@@ -155,7 +156,7 @@ def test_formula_of_activations(model: tuple[str, int], gib: tuple[float, ...]) 
     shape = MODELS[name]
     modes = ((False, "none"), (True, "none"), (False, "selective"), (True, "selective"), (False, "full"))
     for (sequence, recompute), theirs in zip(modes, gib, strict=True):
-        ours = shape.layers * paper_activations(shape, 2048, batch, 8, sequence, recompute) / GIB
+        ours = shape.depth * paper_activations(shape, 2048, batch, 8, sequence, recompute) / GIB
         assert ours == pytest.approx(theirs, rel=0.012)
 
 
@@ -182,10 +183,10 @@ def test_formula_of_flops_of_visible_pairs(name: str, flops: float) -> None:
 
 def test_the_reduction_of_shards_counts_every_rank() -> None:
     """An all-gather of 2 GB over 256 H100 has reached 200 GB/s (NVIDIA/nccl #1218)."""
-    from seqpar.planner.layer import weight_transfer
+    from seqpar.planner.step import weight_transfer
 
-    shape = replace(MODELS["llama3-8b"], layers=1, intermediate=1 << 16)
-    setting = Setting(shape, H100, Mask.causal(), 1 << 20, replicas=256)
+    shape = changed(MODELS["llama3-8b"], Mlp, width=1 << 16)
+    setting = Setting(H100, Mask.causal(), 1 << 20, model=shape, replicas=256)
     transfer = weight_transfer(setting, backward=False)
     seconds = max(transfer.links(H100).values()) * 2e9 / (2 * shape.layer_parameters) + transfer.latency
     assert 2e9 * 255 / 256 / seconds == pytest.approx(200e9, rel=0.35)

@@ -14,9 +14,9 @@ import seqpar
 from seqpar import Mask
 from seqpar.placement.balanced import balanced_layout
 from seqpar.placement.layout import Assigned, Grain, Layout, LayoutName, TokenLayout
-from seqpar.planner.layer import attention_seconds
 from seqpar.planner.mixes import document_mix
 from seqpar.planner.setting import Setting
+from seqpar.planner.step import attention_seconds
 from seqpar.strategies.auto import fastest
 
 from ..pool import Pool, on_ranks
@@ -188,8 +188,8 @@ def test_the_rule_is_near_the_best_that_the_planner_simulates(
     def seconds(ulysses: int, gather: bool = False) -> float:
         return attention_seconds(
             Setting(
-                attention_shape(32, kv_heads, 128), hardware, mask, tokens, ring=ranks // ulysses, ulysses=ulysses,
-                layout=layout, gather=gather,
+                hardware, mask, tokens, model=attention_shape(32, kv_heads, 128), ring=ranks // ulysses,
+                ulysses=ulysses, layout=layout, gather=gather,
             )
         )  # fmt: skip
 
@@ -210,7 +210,7 @@ def test_the_rule_in_balanced_layouts(ranks: int, kv_heads: int) -> None:
     for mask, layers in ((documents, {documents: 1}), (window, {documents: 1, window: 3})):
         layout = balanced_layout(layers, tokens, ranks, per_host=8)
         assert isinstance(layout, Assigned)
-        setting = Setting(attention_shape(32, kv_heads, 128), H100, mask, tokens, layout=layout)
+        setting = Setting(H100, mask, tokens, model=attention_shape(32, kv_heads, 128), layout=layout)
         sizes = {u for u in (1, 4, 8, ranks) if u <= 32}
         seconds = {u: attention_seconds(replace(setting, ring=ranks // u, ulysses=u)) for u in sizes}
         strategy, options = fastest(mask.is_local, 32, kv_heads, TokenLayout(tokens, layout, ranks).grain, ranks, 8)

@@ -14,17 +14,17 @@ import seqpar
 from seqpar import Mask
 from seqpar.placement.balanced import balanced_layout
 from seqpar.placement.layout import LAYOUTS, Assigned, Layout, TokenLayout
-from seqpar.planner.layer import RankTimeline
-from seqpar.planner.memory import Switches
 from seqpar.planner.mixes import mask_of
 from seqpar.planner.pairs import computed_pairs, visible_pairs
-from seqpar.planner.setting import BETWEEN, WITHIN, Setting
-from seqpar.planner.shape import ModelShape
+from seqpar.planner.rank import RankTimeline
+from seqpar.planner.setting import Setting
 from seqpar.planner.simulate import Task, Timeline, simulate
+from seqpar.planner.split import BETWEEN, WITHIN
 from seqpar.planner.step import step
+from seqpar.planner.switches import Switches
 
 from ..core.test_hosts import simulated
-from ..settings import H100, attention, attention_shape
+from ..settings import H100, attention, attention_shape, attention_timeline, decoder
 
 # The simulation
 
@@ -80,11 +80,11 @@ def test_a_ring_whose_transfers_take_longer_than_its_kernels() -> None:
         latency=0.0,
         kernel=0.0,
     )
-    forward, _ = attention(Setting(attention_shape(heads, heads, dim), gpu, Mask.full(), tokens, ring=4))
+    forward, _ = attention(Setting(gpu, Mask.full(), tokens, model=attention_shape(heads, heads, dim), ring=4))
     assert forward.compute == pytest.approx(4)
     assert forward.seconds == pytest.approx(3 * 3 + 1)
     fast = replace(gpu, p2p=2 * message, peer=2 * message)
-    faster, _ = attention(Setting(attention_shape(heads, heads, dim), fast, Mask.full(), tokens, ring=4))
+    faster, _ = attention(Setting(fast, Mask.full(), tokens, model=attention_shape(heads, heads, dim), ring=4))
     assert faster.seconds == pytest.approx(4)
 
 
@@ -193,22 +193,20 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
         with simulated(world, rank, PER_HOST, monkeypatch) as group:
             expected = counted(group, mask, layout, tokens, heads, STRATEGIES[strategy])
         setting = Setting(
-            attention_shape(heads, 2, HEAD_DIM, V_HEAD_DIM),
             replace(H100, gpus_per_host=PER_HOST),
             mask,
             tokens,
             BATCH,
+            model=attention_shape(heads, 2, HEAD_DIM, V_HEAD_DIM),
             ring=world // ulysses,
             ulysses=ulysses,
             layout=layout,
             gather=strategy == "context_parallel",
         )
-        timeline_of = RankTimeline(setting, rank // ulysses, rank % ulysses)
         found = []
         for backward in (False, True):
-            timeline = Timeline()
-            timeline_of.attention(timeline, backward)
-            found.append((timeline.sent[WITHIN], timeline.sent[BETWEEN]))
+            sent = attention_timeline(setting, backward, rank // ulysses, rank % ulysses).sent
+            found.append((sent[WITHIN], sent[BETWEEN]))
         assert found == expected, name
 
 
@@ -233,15 +231,13 @@ def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: 
             out = seqpar.attention(q, latents, rotated, latent_weight=weight, sharding=sharding, **STRATEGIES[strategy])
         with seqpar.trace() as backward:
             out.sum().backward()
-    model = ModelShape("m", 1, 64, heads, heads, nope + rope, 64, 64, v_head_dim=e, kv_rank=width, shared_dim=rope)
+    model = decoder("m", 1, 64, heads, heads, nope + rope, 64, 64, v_head_dim=e, kv_rank=width, shared_dim=rope)
     setting = Setting(
-        model, replace(H100, gpus_per_host=PER_HOST), Mask.causal(), tokens, BATCH, ring=world // ulysses,
+        replace(H100, gpus_per_host=PER_HOST), Mask.causal(), tokens, BATCH, model=model, ring=world // ulysses,
         ulysses=ulysses, layout="zigzag", gather=strategy == "context_parallel",
     )  # fmt: skip
-    timeline_of = RankTimeline(setting, rank // ulysses, rank % ulysses)
     for is_backward, trace in ((False, forward), (True, backward)):
-        timeline = Timeline()
-        timeline_of.attention(timeline, is_backward)
+        timeline = attention_timeline(setting, is_backward, rank // ulysses, rank % ulysses)
         assert sum(timeline.sent.values()) == trace.bytes_sent
 
 
@@ -270,14 +266,14 @@ def test_bytes_of_groups_of_heads(strategy: str, checkpoint: Any, monkeypatch: p
         x = torch.zeros(1, tokens // world, 64, dtype=torch.bfloat16, requires_grad=True)
         with seqpar.trace() as trace:
             block(x).sum().backward()
-    model = ModelShape("m", 1, 64, heads, kv_heads, HEAD_DIM, 64, 64)
+    model = decoder("m", 1, 64, heads, kv_heads, HEAD_DIM, 64, 64)
     ulysses = {"ulysses": world, "hybrid": 2}.get(strategy, 1)
     setting = Setting(
-        model, replace(H100, gpus_per_host=PER_HOST), Mask.causal(), tokens, ring=world // ulysses, ulysses=ulysses,
-        gather=strategy == "context_parallel",
+        replace(H100, gpus_per_host=PER_HOST), Mask.causal(), tokens, model=model, ring=world // ulysses,
+        ulysses=ulysses, gather=strategy == "context_parallel",
     )  # fmt: skip
     how: Any = {"attention": "keep_attention"}.get(checkpoint, checkpoint)
-    sent = step(setting, Switches(how, head_groups=2), 1).bytes_sent
+    sent = step(setting, Switches(how, head_groups=2)).bytes_sent
     assert sum(sent.values()) == trace.bytes_sent
 
 
@@ -302,17 +298,15 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
                 out.sum().backward()
         runtime[name] = t.bytes_sent
         setting = Setting(
-            attention_shape(8, kv_heads, HEAD_DIM), H100, mask, tokens, BATCH, ring=sharding.ring, ulysses=ulysses,
-            layout="zigzag", gather=name == "context_parallel", dtype=torch.float32,
+            H100, mask, tokens, BATCH, model=attention_shape(8, kv_heads, HEAD_DIM), ring=sharding.ring,
+            ulysses=ulysses, layout="zigzag", gather=name == "context_parallel", dtype=torch.float32,
         )  # fmt: skip
-        timeline_of, timeline = RankTimeline(setting, rank // ulysses, rank % ulysses), Timeline()
-        for backward in (False, True):
-            timeline_of.attention(timeline, backward)
-        planned[name] = sum(timeline.sent.values())
+        timelines = (attention_timeline(setting, x, rank // ulysses, rank % ulysses) for x in (False, True))
+        planned[name] = sum(sum(timeline.sent.values()) for timeline in timelines)
     assert sorted(planned, key=lambda x: planned[x]) == sorted(runtime, key=lambda x: runtime[x])
     work = {}
     for layout in LAYOUTS:
-        setting = Setting(attention_shape(8, 8, 64), H100, mask, tokens, ring=world, layout=layout)
+        setting = Setting(H100, mask, tokens, model=attention_shape(8, 8, 64), ring=world, layout=layout)
         dense = mask.dense(tokens).view(-1, tokens, tokens)[0]
         shards = [setting.tokens.ring_positions(r).tensor(torch.device("cpu")) for r in range(world)]
         counted = max(int(dense[positions].sum()) for positions in shards)
@@ -332,11 +326,10 @@ def test_bytes_of_a_tensor_parallel_layer(world: int, monkeypatch: pytest.Monkey
             y = mlp(attention_layer(x, sharding=sharding))
         with seqpar.trace() as backward:
             y.sum().backward()
-    model = ModelShape("m", 1, hidden, 8, 8, 8, 2 * hidden, 64)
-    rank = RankTimeline(
-        Setting(model, replace(H100, gpus_per_host=4), Mask.causal(), tokens, tensor=world), tensor_rank=1
-    )
-    for run, trace in ((rank.forward, forward), (rank.backward, backward)):
-        timeline = Timeline()
-        run(timeline)
-        assert sum(timeline.sent.values()) == trace.bytes_sent
+    model = decoder("m", 1, hidden, 8, 8, 8, 2 * hidden, 64)
+    setting = Setting(replace(H100, gpus_per_host=4), Mask.causal(), tokens, model=model, tensor=world)
+    (layer,) = model.layers
+    for run, trace in ((layer.forward, forward), (layer.backward, backward)):
+        rank = RankTimeline(setting, tensor=1)
+        run(rank)
+        assert sum(rank.timeline.sent.values()) == trace.bytes_sent
