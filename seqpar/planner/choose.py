@@ -104,7 +104,8 @@ class Plan:
         """
         if choice is None:
             choice = next((x for x in self.choices if x.possible and x.degrees["tp"] == 1), self.best)
-        return code(choice, self.model, self.hardware, self.seq_len, self.batch, self.kernel, self.mask)
+        of_plan = Setting(self.hardware, self.mask, self.seq_len, self.batch, kernel=self.kernel, model=self.model)
+        return code(choice, of_plan)
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as numbers, strings, lists and dicts, for JSON."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import cached_property
 
 from .simulate import Timeline
 from .split import BETWEEN, ELEMENT_BYTES, LEVELS, WITHIN, Split
@@ -36,13 +35,8 @@ class RankTimeline:
         self.split, self.ulysses, self.tensor = split, ulysses, tensor
         self.ring = split.slowest_ring_rank() if ring is None else ring
         self.switches, self.timeline = switches or Switches(), timeline or Timeline()
-
-    @cached_property
-    def tokens(self) -> int:
-        """The rank's tokens, of all batch rows."""
-        s = self.split
-        rank = (self.ring * s.ulysses + self.ulysses) * s.tensor + self.tensor
-        return len(s.tokens._positions(rank, 1)) * s.batch
+        rank = (self.ring * split.ulysses + ulysses) * split.tensor + tensor
+        self.tokens = len(split.tokens._positions(rank, 1)) * split.batch
 
     @property
     def among_all(self) -> RankTimeline:

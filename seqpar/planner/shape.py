@@ -27,6 +27,9 @@ class Layer:
     count: int
     parts: tuple[LayerPart, ...]
 
+    def __post_init__(self) -> None:
+        check_int("model: count", self.count, 1)
+
     @property
     def blocks(self) -> list[tuple[LayerPart, ...]]:
         """The parts that share a norm and a residual: those that mix tokens, and an MLP."""

@@ -16,7 +16,6 @@ import torch
 import seqpar
 from seqpar import Mask
 from seqpar.cli.launch import launch
-from seqpar.planner.code import code
 from seqpar.planner.mixer import Mixer
 from seqpar.planner.shape import Layer
 from seqpar.planner.step import Choice
@@ -59,10 +58,6 @@ def variants() -> dict[str, Choice]:
     return found
 
 
-def printed(plan: seqpar.Plan, choice: Choice) -> str:
-    return code(choice, plan.model, plan.hardware, plan.seq_len, plan.batch, plan.kernel, plan.mask)
-
-
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,15 +68,15 @@ def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("seqpar.planner.code.TILE_TOKENS", 8)
     plan = small_plan()
     choices = variants()
-    texts = {name: printed(plan, choice) for name, choice in choices.items()}
+    texts = {name: plan.code(choice) for name, choice in choices.items()}
     packed = replace(plan, mask=Mask.documents(DOCUMENTS))
     for name, layout in (("ring ring", "balanced"), ("tp_sp ring", "balanced"), ("tp_sp local", "contiguous")):
         choice: Any = replace(choices[name], layout=layout)
-        texts[f"{name}, packed"] = printed(packed, choice)
+        texts[f"{name}, packed"] = packed.code(choice)
     full = choices["context_parallel context_parallel"]
-    texts["mixer"] = printed(replace(plan, model=replace(SHAPE, layers=(*SHAPE.layers, MIXER))), full)
+    texts["mixer"] = replace(plan, model=replace(SHAPE, layers=(*SHAPE.layers, MIXER))).code(full)
     not_causal = replace(plan, model=replace(SHAPE, causal=False), mask=Mask.full())
-    texts["masked"] = printed(not_causal, choices["ulysses ulysses"])
+    texts["masked"] = not_causal.code(choices["ulysses ulysses"])
     for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model", "activation_checkpointing_enable()"):
         assert any(words in text for text in texts.values()), words
     results = launch(run_printed, RANKS, texts, deadline_s=300)
@@ -123,7 +118,7 @@ def test_what_is_printed() -> None:
         recompute="none",
         offload=False,
     )
-    texts = [printed(plan, choice) for choice in plan.choices if choice.possible]
+    texts = [plan.code(choice) for choice in plan.choices if choice.possible]
     assert {choice.context for choice in plan.choices if choice.possible} > {"ring", "ulysses", "hybrid"}
     assert all("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500" in text for text in texts)
     assert not any("backend=" in text or "--backend " in text for text in texts)
@@ -153,7 +148,7 @@ def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     for choice in plan.choices:
         if not choice.possible:
             continue
-        command = printed(plan, choice).split("seqpar bench ")[1].replace("\\\n#", "")
+        command = plan.code(choice).split("seqpar bench ")[1].replace("\\\n#", "")
         words = shlex.split(command)
         options = dict(zip(words[::2], words[1::2], strict=False))
         assert options["--strategy"] in strategy_names() and options["--seq-len"] == str(TOKENS)
