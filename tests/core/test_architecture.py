@@ -127,8 +127,8 @@ def test_no_module_bears_the_name_of_a_function_beside_it() -> None:
     assert not clashes, clashes
 
 
-# Public names of two rooms, each imported under its room's own name.
-_TWO_PUBLIC_CLASSES = {"Memory", "Plan"}
+# A public name of two rooms, each imported under its room's own name.
+_TWO_PUBLIC_CLASSES = {"Plan"}
 
 
 def test_a_class_name_means_one_thing() -> None:
