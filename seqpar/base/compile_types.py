@@ -33,8 +33,7 @@ def register_reference_type(
 ) -> Callable[[Type], Type]:
     """Register a subclass of ``Opaque``.
 
-    A dataclass does not show its fields afterwards. ``fully_shard`` looks for tensors in the fields of its module's
-    arguments, and makes a new object from the fields, which a class whose fields are computed does not allow.
+    A dataclass does not show its fields afterwards (``hide_fields``).
 
     Args:
         guards: the values that a compiled function depends on. It is compiled again for an object with other values.
@@ -44,11 +43,20 @@ def register_reference_type(
     def register(cls: Type) -> Type:
         members = dict.fromkeys(reads, MemberType.USE_REAL)
         _register(cls, typ=_BY_REFERENCE, guard_fn=guards, members=members)
-        if "__dataclass_fields__" in vars(cls):
-            del cls.__dataclass_fields__
-        return cls
+        return hide_fields(cls)
 
     return register
+
+
+def hide_fields(cls: Type) -> Type:
+    """Decorates a class whose objects are arguments of modules: a dataclass does not show its fields afterwards.
+
+    With mixed precision, FSDP looks for tensors in the fields of its module's arguments, and makes a new object from
+    the fields. Fields that are computed do not allow that.
+    """
+    if "__dataclass_fields__" in vars(cls):
+        del cls.__dataclass_fields__
+    return cls
 
 
 def register_constant_type(*fields: type[Any]) -> Callable[[Type], Type]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.utils._pytree import register_pytree_node
 
+from ..base.compile_types import hide_fields
 from ..comm.handshake import Fingerprint, all_gather_header
 from ..comm.waiting import waiting
 from ..masks.mask import LayerMask, Mask, layer_mask, mask_of_rows
@@ -29,6 +31,9 @@ from ..ranks.processes import check_own_process
 from ..sharding.arguments import check_sharding
 from ..sharding.sharding import Sharding
 from ..sharding.worker import WorkerSharding
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 IGNORE_INDEX = -100
 # The names of document boundaries in the batches of various collate functions.
@@ -92,6 +97,7 @@ class BatchCut:
         return TokenLayout(seq_len, layout, ring=self.ranks)
 
 
+@hide_fields
 @dataclass(eq=False)
 class BatchShard:
     """What attention layers and the loss need to know about the full batch: the entry ``seqpar`` of a rank's part.
@@ -114,10 +120,16 @@ class BatchShard:
     block_masks: dict[str, Mask] = field(default_factory=dict)
     jump: str | None = None  # where ``position_ids`` neither go up by 1 nor restart, if there is no ``attention_mask``
     rows: Tensor | None = None  # int64 [batch] on the CPU, the rows of the full batch that this is about
-    unmasked: bool = field(init=False)  # whether the batch has neither padding nor several documents
 
     def __post_init__(self) -> None:
-        self.unmasked = self.mask == Mask.full()
+        self.unmasked = self.mask == Mask.full()  # whether the batch has neither padding nor several documents
+
+    def having(self, **changes: Any) -> Self:
+        """A copy with other values of some attributes."""
+        shard = copy(self)
+        vars(shard).update(changes)
+        shard.__post_init__()
+        return shard
 
     @property
     def seq_len(self) -> int:
@@ -129,11 +141,10 @@ class BatchShard:
         """For each rank, the global positions of its tokens, int64 ``[seq_local]``. Do not write to them."""
         return tuple(map(self.tokens.rank_positions, range(self.tokens.ranks)))
 
-    def of_rows(self, rows: Tensor) -> BatchShard:
+    def of_rows(self, rows: Tensor) -> Self:
         """The same for some of the full batch's rows, int64 ``[batch]``. The loss still counts all rows' labels."""
         at = rows.tolist()
-        return replace(
-            self,
+        return self.having(
             mask=mask_of_rows(self.mask, at),
             block_masks={name: mask_of_rows(mask, at) for name, mask in self.block_masks.items()},
             seed=(self.seed + at[0]) % 2**62 if at else self.seed,
@@ -146,16 +157,17 @@ class BatchShard:
         return f"BatchShard(tokens={self.tokens}, num_items={self.num_items})"
 
 
-@dataclass(eq=False, repr=False, kw_only=True)
 class PlacedShard(BatchShard):
     """A ``BatchShard`` over the ranks of a parallelized model, for its layers. ``Patch.place`` makes it."""
 
-    sharding: Sharding
-    seed_on_host: Tensor = field(init=False)  # ``seed`` as int64 [] on the CPU
+    def __init__(self, shard: BatchShard, sharding: Sharding) -> None:
+        vars(self).update(vars(shard))
+        self.sharding = sharding
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")
+        self.seed_on_host = torch.tensor(self.seed, dtype=torch.int64, device="cpu")  # int64 []
 
 
 def _flatten(shard: BatchShard) -> tuple[list[Any], BatchShard]:
@@ -167,7 +179,7 @@ def _unflatten(leaves: Iterable[Any], shard: BatchShard) -> BatchShard:
     if rows is shard.rows:
         return shard
     is_tensor = isinstance(rows, Tensor) and rows.device.type == "cpu"  # else a tree of what pytree puts in its place
-    return shard.of_rows(rows) if is_tensor else replace(shard, rows=rows)
+    return shard.of_rows(rows) if is_tensor else shard.having(rows=rows)
 
 
 for _shard_type in (BatchShard, PlacedShard):
@@ -437,7 +449,7 @@ def _scatter(spec: BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str
         valid = None if shard.valid is None else shard.valid.to(device)
         in_place = None if shard.in_place is None else (shard.in_place[0].to(device), shard.in_place[1])
         tensors = {name: x.to(device) for name, x in part.items() if isinstance(x, Tensor)}
-        return {**part, **tensors, "seqpar": replace(shard, valid=valid, in_place=in_place)}
+        return {**part, **tensors, "seqpar": shard.having(valid=valid, in_place=in_place)}
 
     parts: list[Any] = [None] * group.size()
     if spec is not None:  # a pickled tensor of cuda:0 would arrive on cuda:0 of every host

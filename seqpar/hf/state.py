@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from transformers import PreTrainedConfig
 
 from ..base.checks import check_bool, check_choice, check_int, check_number, check_slopes, no_compile
+from ..base.compile_types import hide_fields
 from ..decoding import IntervalsByMask
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
@@ -157,8 +158,7 @@ class Patch:
                     f"output in rows of more than {longest} tokens, and a rank has only some of them; use shorter "
                     "rows, or compute it from position_ids"
                 )
-        values = {x.name: getattr(shard, x.name) for x in fields(BatchShard) if x.init}
-        return PlacedShard(**values, sharding=self.sharding(tokens))
+        return PlacedShard(shard, self.sharding(tokens))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         return self  # process groups cannot be copied; a copy of the model uses the same groups
@@ -180,6 +180,7 @@ def patch_of(model: nn.Module) -> Patch:
     )
 
 
+@hide_fields
 @dataclass(frozen=True, eq=False)
 class DecodeShard:
     """What the attention layers need to know in a decoding step. It is passed to them as ``seqpar``."""

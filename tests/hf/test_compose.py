@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -56,11 +56,11 @@ def all_ranks() -> DeviceMesh:
     return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def shard_fully(model: Any) -> None:
+def shard_fully(model: Any, **options: Any) -> None:
     mesh = all_ranks()
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
 
 
 @on_ranks
@@ -77,6 +77,8 @@ def wrapped(
     outer: Any = DistributedDataParallel(model) if wrapper == "ddp" else model
     if wrapper == "fsdp":
         shard_fully(model)
+    if wrapper == "fsdp in float64":  # it casts the arguments of each layer
+        shard_fully(model, mp_policy=MixedPrecisionPolicy(torch.float64))
     at = mesh["dp"].get_local_rank()
     loss = outer(**seqpar.hf.shard_batch(batches[at], mesh=mesh)).loss
     loss.backward()
@@ -96,6 +98,7 @@ def wrapped(
         ("fsdp", "gemma2", None),
         ("fsdp", "llama", False),
         ("fsdp", "llama", True),
+        ("fsdp in float64", "llama", True),
         ("fsdp then parallelize", "llama", None),
         ("fsdp", "qwen3_5", True),
         ("ddp", "qwen3_5", False),
@@ -111,7 +114,11 @@ def test_wrappers_over_all_ranks(four: Pool, wrapper: str, kind: str, reentrant:
 def fsdp1(model: nn.Module, use_orig_params: bool, *units: type[nn.Module]) -> Any:
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls=set(units)) if units else None
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        model,
+        auto_wrap_policy=policy,
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+        mixed_precision=MixedPrecision(torch.float64) if use_orig_params else None,  # it casts the arguments
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import replace
 from functools import cache
 from typing import Any, cast
 
@@ -141,7 +140,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
             raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
         if shard.in_place is not None and predicts_in_place(model):
             labels = kwargs["labels"] = shard.in_place[0].to(labels.device)
-            kwargs["seqpar"] = forward.shard = replace(shard, num_items=shard.in_place[1])
+            kwargs["seqpar"] = forward.shard = shard.having(num_items=shard.in_place[1])
         if wants_log_probs:
             forward.targets, kwargs["return_dict"] = labels, True
         if computes_cross_entropy(model):

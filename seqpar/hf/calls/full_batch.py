@@ -306,7 +306,7 @@ def _shard_text_inputs(text: nn.Module, kwargs: dict[str, Any], forward: Forward
     ids = kwargs.get("position_ids")
     local["position_ids"] = positions.expand(rows, -1) if ids is None else ids.index_select(-1, positions)
     longest = int(ids.max()) if ids is not None and forward.patch.depends_on_length else shard.max_position
-    forward.shard = replace(shard, block_masks=blocks, max_position=longest)
+    forward.shard = shard.having(block_masks=blocks, max_position=longest)
     if kwargs.get(_VISUAL_EMBEDS) is not None:
         visual = kwargs[_VISUAL_TOKENS].to(embeds.device)  # [rows, seq]
         index = visual.flatten().cumsum(0).view_as(visual) - 1  # the row of each visual token in the visual embeddings

@@ -69,7 +69,7 @@ def shard_generation(
         prompt = {**kwargs, "attention_mask": attention_mask}
         local, full_call = shard_call(model, prompt, has_images, seed=0)
         # With a cache, position_ids that restart start no document.
-        local["seqpar"] = replace(local["seqpar"], mask=padding)
+        local["seqpar"] = local["seqpar"].having(mask=padding)
         _expect(cache, full_call.tokens[patch.rank], None, total)
         return local, replace(full_call, fills_cache=True)
     if has_images and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
