@@ -163,20 +163,20 @@ class ShardedLoader:
             )
 
 
-class _Split(NamedTuple):
+class _RowSplit(NamedTuple):
     owner: str  # what splits the rows
     name: str  # of its argument with the number of parts
     size: int
     rank: int
 
 
-def split_of(loader: Any) -> _Split | None:
+def split_of(loader: Any) -> _RowSplit | None:
     """How the loader's sampler or stream is split, if it is."""
     sampler, dataset = getattr(loader, "sampler", None), getattr(loader, "dataset", None)
     if isinstance(sampler, DistributedSampler):
-        return _Split("DistributedSampler", "num_replicas", sampler.num_replicas, sampler.rank)
+        return _RowSplit("DistributedSampler", "num_replicas", sampler.num_replicas, sampler.rank)
     if (split := getattr(dataset, "_distributed", None)) is not None:  # a stream of Hugging Face
-        return _Split("split_dataset_by_node", "world_size", split.world_size, split.rank)
+        return _RowSplit("split_dataset_by_node", "world_size", split.world_size, split.rank)
     return None
 
 

@@ -162,7 +162,7 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     loss_ranks = None if placement.sequence_group is None else all_ranks_group(mesh, group)
     patch = Patch(settings, mesh, group, placement.sequence_group, loss_ranks, ulysses=size_of(placement.ulysses))
     for root, trial in trials.items():
-        _compare_masks(root, trial, patch)
+        _record_masks(root, trial, patch)
         if trial.longest is not None and trial.counter is not None:
             patch.longest.append((trial.longest, "layer {!r} ({})".format(*trial.counter)))
         for name, scaling in trial.scalings.items():
@@ -209,7 +209,7 @@ def restore(model: Model) -> Model:
     return model
 
 
-def _compare_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
+def _record_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
     """Compare the masks that ``root`` asked for in the trial run with its layers. The results go to ``patch``."""
     names = {module: name for name, module in root.named_modules()}
     claims = [(names[layer[0]], layer_mask_of(*layer)) for layer in trial.attention_calls]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-# A module, its method without the run, and the arguments of the call.
+# Takes a module, its method without the wrapper, and the arguments of the call.
 Wrapper = Callable[..., Any]
 OwnedWrappers = tuple[tuple[str, Wrapper], ...]  # with their owners, the outermost last
 

@@ -132,16 +132,16 @@ _TWO_PUBLIC_CLASSES = {"Plan"}
 
 
 def test_a_class_name_means_one_thing() -> None:
-    """No two modules define a class of the same name, or an alias of the same name for another type."""
+    """No two modules define a class of the same name, or an alias of the same name for another type, private or not."""
     meanings: dict[str, dict[str, str]] = {}  # by the name of a class or an alias, the modules that define each meaning
     for module, path in modules().items():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
-                meanings.setdefault(node.name, {})[module] = module
+                meanings.setdefault(node.name.lstrip("_"), {})[module] = module
             elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
                 if isinstance(target, ast.Name) and re.match("_?[A-Z].*[a-z]", target.id):
-                    meanings.setdefault(target.id, {})[ast.unparse(node.value)] = module
+                    meanings.setdefault(target.id.lstrip("_"), {})[ast.unparse(node.value)] = module
     clashes = {name: sorted(of.values()) for name, of in meanings.items() if len(of) > 1}
     for name in _TWO_PUBLIC_CLASSES:
         del clashes[name]
