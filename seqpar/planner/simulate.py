@@ -142,9 +142,10 @@ class Timeline:
         """Let all later kernels and transfers start after these transfers have ended. None is ignored."""
         self._waits += [n for n in numbers if n is not None]
 
-    def run(self) -> Result:
-        """Simulate the recorded tasks."""
-        return Result(tuple(self.tasks), simulate(self.tasks))
+    def run(self, *more: Task) -> Result:
+        """Simulate the recorded tasks, with ``more`` tasks that start at once."""
+        tasks = (*self.tasks, *more)
+        return Result(tasks, simulate(tasks), dict(self.sent))
 
 
 @dataclass(frozen=True)
@@ -154,10 +155,12 @@ class Result:
     Attributes:
         tasks: the tasks.
         spans: the start and the end of each task, in seconds.
+        sent: bytes that the rank sends, by level of links.
     """
 
     tasks: tuple[Task, ...]
     spans: Sequence[Span]
+    sent: Mapping[str, int]
 
     @property
     def seconds(self) -> float:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..placement.layout import Assigned, LayoutWord
 from ..placement.strategies import Comm, compared_options
-from .hardware import Hardware
 from .memory import MemoryUse, layer_activations, memory
 from .rank import RankTimeline
 from .setting import GRADIENT_BYTES, Setting, WeightSharding
-from .shape import Layer
-from .simulate import Result, Task, Timeline, simulate
-from .split import BETWEEN, ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, WITHIN, Split
+from .simulate import Result, Task, Timeline
+from .split import BETWEEN, ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, WITHIN
 from .switches import Recompute, Switches
 
 
@@ -99,34 +97,20 @@ class Choice:
         return asdict(self)
 
 
-class _Pass(NamedTuple):
-    """The forward or the backward of one layer: the simulated timeline, and the bytes sent by level."""
-
-    result: Result
-    sent: Mapping[str, int]
+# The index of the row of layers; what is recomputed, None in forward; and the number of groups of heads.
+_PassKey = tuple[int, Recompute | None, int]
 
 
-_Key = tuple[Recompute | None, int]  # what is recomputed, None in forward; and the number of groups of heads
-
-
-class WeightTransfer(NamedTuple):
-    """What one rank sends of the weights and gradients of a layer: bytes by level of links, and the latency."""
-
-    sent: Mapping[str, float]
-    latency: float
-
-    def links(self, hardware: Hardware) -> Mapping[str, float]:
-        """Seconds for which each level of links is used."""
-        return {WITHIN: self.sent[WITHIN] / hardware.all_gather, BETWEEN: self.sent[BETWEEN] / hardware.network}
-
-
-def weight_transfer(setting: Setting, backward: bool) -> WeightTransfer:
+def weight_transfer(setting: Setting, backward: bool) -> tuple[Task, Mapping[str, float]]:
     """The all-gather of a layer's weights in forward or in backward, and in backward the reduce-scatter of gradients.
 
     Each tensor-parallel rank gathers its own shard of the weights, from the ranks that have the same tensor-parallel
     index. Between hosts, a shard is sent once to each host, over the links of all its ranks with this index. A
     collective passes every rank once, so its latency grows with their number: 256 H100 reach 200 GB/s in an all-gather
     of 2 GB (NVIDIA/nccl #1218), which is 20 us for each of them in addition to the bytes. Inside a host it is half.
+
+    Returns:
+        The transfer, and the bytes that one rank sends by level of links.
     """
     s, hardware = setting, setting.hardware
     per_host = max(1, min(s.ranks, hardware.gpus_per_host) // s.tensor)  # ranks that share a shard
@@ -141,7 +125,8 @@ def weight_transfer(setting: Setting, backward: bool) -> WeightTransfer:
     if s.weights == "hsdp" and backward:  # an all-reduce of the shard's gradients over the hosts
         sent[BETWEEN] += 2 * GRADIENT_BYTES * weights / per_host * (s.hosts - 1) / s.hosts
         hops += 2 * (s.hosts - 1)
-    return WeightTransfer(sent, hardware.latency * hops)
+    links = {WITHIN: sent[WITHIN] / hardware.all_gather, BETWEEN: sent[BETWEEN] / hardware.network}
+    return Task("parameters", "parameters", links, hardware.latency * hops), sent
 
 
 class StepCost:
@@ -149,22 +134,22 @@ class StepCost:
 
     Args:
         setting: the model, the mask, the cluster and the split of the ranks.
+        recorded: what layers compute and send, without the transfers of weights, if another cost has recorded it.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        self.layers = [_LayerCost(setting, layer, split, {}) for layer, split in setting.layers]
+    def __init__(self, setting: Setting, recorded: dict[_PassKey, Timeline] | None = None) -> None:
+        self.setting, self.layers = setting, [*setting.layers]
+        self.recorded = {} if recorded is None else recorded
+        self._passes: dict[_PassKey, Result] = {}
 
     def with_weights(self, weights: WeightSharding) -> StepCost:
         """The cost with weights that are sharded in another way. What layers compute and send is recorded once."""
-        cost = StepCost(replace(self.setting, weights=weights))
-        cost.layers = [_LayerCost(cost.setting, x.layer, x.split, x.recorded) for x in self.layers]
-        return cost
+        return StepCost(replace(self.setting, weights=weights), self.recorded)
 
     def parameters_seconds(self) -> float:
         """Seconds per layer of the transfers of weights and their gradients, if nothing else used the links."""
-        passes = [weight_transfer(self.setting, backward) for backward in (False, True)]
-        return sum(max(x.links(self.setting.hardware).values()) + x.latency for x in passes)
+        tasks = [weight_transfer(self.setting, backward)[0] for backward in (False, True)]
+        return sum(max(task.links.values()) + task.delay for task in tasks)
 
     def loss_seconds(self) -> float:
         """Seconds of the language model head's GEMMs and of the passes over the logits, in forward and backward."""
@@ -183,61 +168,45 @@ class StepCost:
         s = self.setting
         return bytes_per_weight * s.model.parameters / s.state_ranks / s.hardware.memory_bandwidth
 
-
-class _LayerCost:
-    """The time of one kind of layer on the slowest rank.
-
-    Args:
-        setting: the setting of the step.
-        layer: these layers.
-        split: the split of the ranks with the mask of these layers.
-        recorded: by ``Switches.recompute`` and ``Switches.head_groups``, the timeline of the backward; by None and
-            ``head_groups``, the timeline of the forward. Without the transfers of weights.
-    """
-
-    def __init__(self, setting: Setting, layer: Layer, split: Split, recorded: dict[_Key, Timeline]) -> None:
-        self.setting, self.layer, self.split, self.recorded = setting, layer, split, recorded
-        self._passes: dict[_Key, _Pass] = {}
-
-    def passes(self, switches: Switches) -> tuple[_Pass, _Pass]:
-        """The forward and the backward of a layer.
+    def passes(self, row: int, switches: Switches) -> tuple[Result, Result]:
+        """The forward and the backward of a layer of a row.
 
         During forward the weights of the next layer are all-gathered; during the backward and the recomputation before
         it, they are all-gathered and the gradients of the last layer's weights are reduce-scattered.
         """
-        return self._pass(None, switches.head_groups), self._pass(switches.recompute, switches.head_groups)
+        groups = switches.head_groups
+        return self._pass((row, None, groups)), self._pass((row, switches.recompute, groups))
 
-    def _pass(self, how: Recompute | None, groups: int) -> _Pass:
-        """The forward for None, else the backward with the recomputation ``how``."""
-        key, s = (how, groups), self.setting
+    def _pass(self, key: _PassKey) -> Result:
+        _, how, _ = key
         if key not in self._passes:
-            recorded = self.recorded[key] = self.recorded.get(key) or self._record(how, groups)
-            tasks = [*recorded.tasks]
-            if s.ranks > s.tensor:  # otherwise every rank holds all of its weights
-                transfer = weight_transfer(s, how is not None)
-                tasks.append(Task("parameters", "parameters", transfer.links(s.hardware), transfer.latency))
-            self._passes[key] = _Pass(Result(tuple(tasks), simulate(tasks)), dict(recorded.sent))
+            recorded = self.recorded[key] = self.recorded.get(key) or self._record(*key)
+            sharded = self.setting.ranks > self.setting.tensor  # otherwise every rank holds all of its weights
+            weights = [weight_transfer(self.setting, how is not None)[0]] if sharded else []
+            self._passes[key] = recorded.run(*weights)
         return self._passes[key]
 
-    def _record(self, how: Recompute | None, groups: int) -> Timeline:
-        rank = RankTimeline(self.split, switches=Switches(how or "none", head_groups=groups))
+    def _record(self, row: int, how: Recompute | None, groups: int) -> Timeline:
+        """The forward for None, else the backward with the recomputation ``how``."""
+        layer, split = self.layers[row]
+        rank = RankTimeline(split, switches=Switches(how or "none", head_groups=groups))
         if how != "none":
-            self.layer.forward(rank)
+            layer.forward(rank)
         if how is not None:
-            self.layer.backward(rank)
+            layer.backward(rank)
         return rank.timeline
 
-    def seconds(self, switches: Switches) -> tuple[float, float]:
-        """Seconds of the forward and backward of one layer; and the seconds of these in which the rank computes."""
-        forward, backward = (one_pass.result for one_pass in self.passes(switches))
+    def layer_seconds(self, row: int, switches: Switches) -> tuple[float, float]:
+        """Seconds of the forward and backward of a layer; and the seconds of these in which the rank computes."""
+        (layer, split), (forward, backward) = self.layers[row], self.passes(row, switches)
         total, compute = forward.seconds + backward.seconds, forward.compute + backward.compute
         if switches.tiled_mlp:  # backward computes the MLP's forward again
-            rank = RankTimeline(self.split)
-            again = sum(sum(part.product_seconds(rank)) for part in self.layer.parts if not part.row.mixes)
+            rank = RankTimeline(split)
+            again = sum(sum(part.product_seconds(rank)) for part in layer.parts if not part.row.mixes)
             total, compute = total + again, compute + again
         if switches.offload:  # to the host during forward, and back during backward
-            copy = layer_activations(self.layer, self.split, replace(switches, head_groups=1))
-            copy_seconds = copy / self.setting.hardware.host_link
+            copy = layer_activations(layer, split, replace(switches, head_groups=1))
+            copy_seconds = copy / split.hardware.host_link
             total = max(forward.seconds, copy_seconds) + max(total - forward.seconds, copy_seconds)
         return total, compute
 
@@ -248,26 +217,24 @@ def step(setting: Setting, switches: Switches, cost: StepCost | None = None) -> 
     Args:
         setting: the model, the mask, the cluster and the split of the ranks.
         switches: what is recomputed, offloaded or computed some tokens at a time.
-        cost: the ``StepCost`` of the setting, which simulates each kind of layer once for all switches. By default a
+        cost: the ``StepCost`` of the setting, which simulates each row of layers once for all switches. By default a
             new one.
     """
-    s, m = setting, setting.model
-    cost = cost or StepCost(s)
-    times = s.accumulation
+    s, m, cost, times = setting, setting.model, cost or StepCost(setting), setting.accumulation
     layers = layers_compute = 0.0
     sent = dict.fromkeys(LEVELS, 0)
-    for layer in cost.layers:
-        count, (layer_seconds, layer_compute) = layer.layer.count, layer.seconds(switches)
-        layers, layers_compute = layers + count * layer_seconds, layers_compute + count * layer_compute
-        for one_pass in layer.passes(switches):
+    for row, layer in enumerate(m.layers):
+        seconds, compute = cost.layer_seconds(row, switches)
+        layers, layers_compute = layers + layer.count * seconds, layers_compute + layer.count * compute
+        for one_pass in cost.passes(row, switches):
             for level, size in one_pass.sent.items():
-                sent[level] += count * size
+                sent[level] += layer.count * size
     outside_layers = times * cost.loss_seconds() + cost.optimizer_seconds()
     seconds = times * layers + outside_layers
     sequences = s.batch * s.replicas * times
     used = memory(s, switches)
     share = m.parameters / m.layer_parameters  # the embedding and the head are sent like layers
-    weights = [weight_transfer(s, backward).sent for backward in (False, True)]
+    weights = [weight_transfer(s, backward)[1] for backward in (False, True)]
     context = context_name(s)
     return Choice(
         strategy="tp_sp" if s.tensor > 1 else context,

@@ -400,7 +400,7 @@ KEPT: dict[str, str] = {
     "planner.shape": "ModelShape.layer_parameters",
     "planner.split": "_work_by_ring_rank",
     "planner.splits": "_balanced_layout",
-    "planner.step": "_LayerCost._passes",
+    "planner.step": "StepCost._passes",
     "ranks.calls": "Calls.connections Calls.works current _calls",
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",

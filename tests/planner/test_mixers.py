@@ -314,13 +314,14 @@ def test_a_step_has_the_layers_of_each_kind() -> None:
     setting = Setting(H100, Mask.causal(), 1 << 15, model=hybrid(), ulysses=4)
     both = step(setting, Switches())
     alone = []
-    for cost in StepCost(setting).layers:
-        sent = sum(x.sent[WITHIN] for x in cost.passes(Switches()))
-        each = cost.seconds(Switches())[0], sent, layer_activations(cost.layer, setting)
-        alone.append([cost.layer.count * x for x in each])
+    cost = StepCost(setting)
+    for row, layer in enumerate(setting.model.layers):
+        sent = sum(x.sent[WITHIN] for x in cost.passes(row, Switches()))
+        each = cost.layer_seconds(row, Switches())[0], sent, layer_activations(layer, setting)
+        alone.append([layer.count * x for x in each])
     seconds, sent, kept = (sum(x) for x in zip(*alone, strict=True))
     assert both.bytes_sent[WITHIN] == sent
-    outside = StepCost(setting).loss_seconds() + StepCost(setting).optimizer_seconds()
+    outside = cost.loss_seconds() + cost.optimizer_seconds()
     assert both.seconds == pytest.approx(seconds + outside)
     assert both.memory.activations == pytest.approx(kept + 4 * 5120 * setting.most_tokens)
 
@@ -382,7 +383,7 @@ def test_an_indexer_limits_the_pairs_of_attention() -> None:
     setting = Setting(H100, Mask.causal(), 1 << 16, model=shape, ring=64, layout="zigzag")
     reusing = changed(shape, ChosenKeys, index_heads=0, index_dim=0)
     own, reused = (StepCost(replace(setting, model=x)) for x in (shape, reusing))
-    assert own.layers[0].seconds(Switches()) > reused.layers[0].seconds(Switches())
+    assert own.layer_seconds(0, Switches()) > reused.layer_seconds(0, Switches())
 
 
 @pytest.mark.parametrize(

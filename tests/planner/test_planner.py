@@ -203,8 +203,8 @@ def test_what_layers_compute_is_recorded_once_for_all_ways_to_shard_weights() ->
         other = replace(base, weights=weights)
         shared, own = cost.with_weights(weights), StepCost(other)
         assert step(other, switches, shared) == step(other, switches, own)
-        assert shared.layers[0].recorded is cost.layers[0].recorded
-        assert len(cost.layers[0].recorded) == 2  # forward and backward
+        assert shared.recorded is cost.recorded
+        assert len(cost.recorded) == 2  # forward and backward
 
 
 def test_switches_are_priced() -> None:
