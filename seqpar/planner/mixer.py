@@ -93,111 +93,93 @@ class Mixer(LayerPart):
     def record(self, rank: RankTimeline, backward: bool = False) -> None:
         """Record the convolution, the recurrence, which backward computes again, and the product of the result with its
         gate; or their backward."""
-        run = _MixerTimeline(rank, self)
+        rank = rank.among_all
         if not backward:
-            run.convolution(False)
+            self._convolution(rank, False)
             rank.memory_bound("convolution", 2 * self.channels)
-            run.recurrence(1, False)
+            self._recurrence(rank, 1, False)
             rank.memory_bound("gate", 3 * self.heads * self.result)
         else:
             rank.memory_bound("gate", 5 * self.heads * self.result)
-            run.recurrence(3, True)
+            self._recurrence(rank, 3, True)
             rank.memory_bound("convolution", 4 * self.channels)
-            run.convolution(True)
+            self._convolution(rank, True)
 
+    def _convolution(self, rank: RankTimeline, backward: bool) -> None:
+        """Record the messages of the convolution: channels where ``seqpar.hf`` sends them, else the rows before this
+        rank's runs of tokens, or in backward their gradients, which are float32."""
+        s = rank.split
+        if not sends_halo(s.tokens, self.width - 1):
+            channels = replace(self, heads=self.channels, groups=1, of_head=1, of_group=0, result=1)
+            channels._by_heads(rank, 0, backward)
+        elif s.ulysses > 1:
+            rows = _halo_rows(s.tokens, rank.ulysses, s.mask, s.batch, self.width - 1)
+            row_bytes = self.channels * (FLOAT32_BYTES if backward else s.dtype.itemsize)
+            _exchange(rank, "rows before", rows, row_bytes, backward)
 
-class _MixerTimeline:
-    """Records the messages and the recurrence of a mixer of one rank."""
-
-    def __init__(self, rank: RankTimeline, mixer: Mixer) -> None:
-        self._rank, self._mixer = rank.among_all, mixer
-        self._split = s = self._rank.split
-        self._tokens = rank.tokens // s.batch
-        ranks: Any = SimulatedRanks(s.ulysses, self._rank.ulysses)
-        alone: Any = SimulatedRanks(1, 0)
-        self._placement = Placement(None, alone, ranks, tokens=s.tokens)
-        per_host, token = min(s.ulysses, s.hardware.gpus_per_host), ELEMENT_BYTES * mixer.moved
-        self._state_bytes = FLOAT32_BYTES * mixer.heads * mixer.state
-        self._by_states = bool(mixer.state) and sends_states(s.tokens, per_host, mixer.heads, token, self._state_bytes)
-
-    def convolution(self, backward: bool) -> None:
-        """Record the messages of the convolution. It sends channels where ``seqpar.hf`` does."""
-        m = self._mixer
-        if not sends_halo(self._split.tokens, m.width - 1):
-            channels = replace(m, heads=m.channels, groups=1, of_head=1, of_group=0, result=1)
-            self._by_heads(channels, 0, backward)
-        else:
-            self._halo(backward)
-
-    def recurrence(self, times: int, backward: bool) -> None:
+    def _recurrence(self, rank: RankTimeline, times: int, backward: bool) -> None:
         """Record ``times`` the recurrence. With states, two passes over this rank's tokens come before the messages."""
-        if not self._by_states:
-            self._by_heads(self._mixer, times, backward)
+        s, state_bytes = rank.split, FLOAT32_BYTES * self.heads * self.state
+        per_host, token_bytes = min(s.ulysses, s.hardware.gpus_per_host), ELEMENT_BYTES * self.moved
+        if not (self.state and sends_states(s.tokens, per_host, self.heads, token_bytes, state_bytes)):
+            self._by_heads(rank, times, backward)
             return
-        s, m = self._split, self._mixer
-        one_pass = self._seconds(m.heads, m.groups, self._tokens)
+        one_pass = self._seconds(s, self.heads, self.groups, rank.tokens)
         before, after = (1, 2) if backward else (2, 1)
-        self._rank.timeline.compute("recurrence", before * times * one_pass)
-        rows = _state_rows(s.tokens, self._rank.ulysses, s.mask, s.batch)
-        self._exchange("states", rows, self._state_bytes, backward)
-        self._rank.timeline.compute("recurrence", after * times * one_pass)
+        rank.timeline.compute("recurrence", before * times * one_pass)
+        _exchange(rank, "states", _state_rows(s.tokens, rank.ulysses, s.mask, s.batch), state_bytes, backward)
+        rank.timeline.compute("recurrence", after * times * one_pass)
 
-    def _seconds(self, heads: int, groups: int, tokens: int) -> float:
+    def _seconds(self, split: Split, heads: int, groups: int, tokens: int) -> float:
         """Seconds of the recurrence of some heads in forward: its matrix products, or reading and writing."""
-        s, m = self._split, self._mixer
-        nbytes = ELEMENT_BYTES * (heads * (m.of_head + m.result) + groups * m.of_group)
-        each = max(heads * m.flops / s.hardware.gemm_flops, nbytes / s.hardware.memory_bandwidth)
-        return each * s.batch * tokens
+        nbytes = ELEMENT_BYTES * (heads * (self.of_head + self.result) + groups * self.of_group)
+        hardware = split.hardware
+        return max(heads * self.flops / hardware.gemm_flops, nbytes / hardware.memory_bandwidth) * tokens
 
-    def _by_heads(self, m: Mixer, times: int, backward: bool = False) -> None:
+    def _by_heads(self, rank: RankTimeline, times: int, backward: bool) -> None:
         """Record an all-to-all to heads, ``times`` the recurrence of the heads of one rank, and the way back."""
-        if not m.heads:
+        if not self.heads:
             return
-        s, length = self._split, self._split.seq_len
+        s = rank.split
         # Of the rank with the most heads, for which all others wait.
-        seconds = self._seconds(-(-m.heads // s.ulysses), -(-m.groups // s.ulysses), length)
+        of_one_rank = -(-self.heads // s.ulysses), -(-self.groups // s.ulysses)
+        seconds = self._seconds(s, *of_one_rank, s.seq_len * s.batch)
 
         def compute() -> None:
-            self._rank.timeline.compute("recurrence", times * seconds + s.hardware.kernel * (times > 0))
+            rank.timeline.compute("recurrence", times * seconds + s.hardware.kernel * (times > 0))
 
         if s.ulysses == 1:
             compute()
             return
-        heads = Heads.of_model(m.heads, m.groups)
-        exchange = Exchange(RecordedHeadExchange(self._placement, heads, 1, recorder=self._rank))
+        ranks: Any = SimulatedRanks(s.ulysses, rank.ulysses)
+        alone: Any = SimulatedRanks(1, 0)
+        placement, heads = Placement(None, alone, ranks, tokens=s.tokens), Heads.of_model(self.heads, self.groups)
+        exchange = Exchange(RecordedHeadExchange(placement, heads, 1, recorder=rank))
         own, shared = exchange.chunk.heads.queries, kv_index(exchange.chunk.heads) or exchange.chunk.heads.kv
 
         def tensors(tokens: int, *shapes: tuple[int, int]) -> list[Tensor]:
             """``[b, tokens, h, d]`` for each shape ``(h, d)`` with elements."""
             return [torch.empty(s.batch, tokens, *x, dtype=s.dtype, device=_META) for x in shapes if x[1]]
 
-        ctx = SimpleNamespace(heads=exchange, count=1)
+        ctx, tokens = SimpleNamespace(heads=exchange, count=1), rank.tokens // s.batch
         if not backward:
-            ToHeads.forward(ctx, exchange, 1, *tensors(self._tokens, (m.heads, m.of_head), (m.groups, m.of_group)))
+            read = tensors(tokens, (self.heads, self.of_head), (self.groups, self.of_group))
+            ToHeads.forward(ctx, exchange, 1, *read)
             compute()
-            ToSequence.forward(ctx, exchange, *tensors(length, (len(own), m.result)))
+            ToSequence.forward(ctx, exchange, *tensors(s.seq_len, (len(own), self.result)))
             return
-        ToSequence.backward(
-            SimpleNamespace(heads=exchange, count=len(own)), *tensors(self._tokens, (m.heads, m.result))
-        )
+        grads = tensors(tokens, (self.heads, self.result))
+        ToSequence.backward(SimpleNamespace(heads=exchange, count=len(own)), *grads)
         compute()
-        ToHeads.backward(ctx, *tensors(length, (len(own), m.of_head), (len(shared), m.of_group)))
+        ToHeads.backward(ctx, *tensors(s.seq_len, (len(own), self.of_head), (len(shared), self.of_group)))
 
-    def _halo(self, backward: bool) -> None:
-        """Record the rows before this rank's runs of tokens, or in backward their gradients, which are float32."""
-        s, m = self._split, self._mixer
-        if s.ulysses == 1:
-            return
-        rows = _halo_rows(s.tokens, self._rank.ulysses, s.mask, s.batch, m.width - 1)
-        row_bytes = m.channels * (FLOAT32_BYTES if backward else s.dtype.itemsize)
-        self._exchange("rows before", rows, row_bytes, backward)
 
-    def _exchange(self, name: str, rows: _Rows, row_bytes: int, backward: bool) -> None:
-        """Record an all-to-all of rows that are sent and received; of their gradients in the other direction."""
-        sent, received = (
-            [(peer, row_bytes * n) for peer, n in enumerate(x) if n] for x in (reversed(rows) if backward else rows)
-        )
-        self._rank.timeline.wait(self._rank.start(name, "all-to-all of mixers", "ulysses", sent, received))
+def _exchange(rank: RankTimeline, name: str, rows: _Rows, row_bytes: int, backward: bool) -> None:
+    """Record an all-to-all of rows that are sent and received; of their gradients in the other direction."""
+    sent, received = (
+        [(peer, row_bytes * n) for peer, n in enumerate(x) if n] for x in (reversed(rows) if backward else rows)
+    )
+    rank.timeline.wait(rank.start(name, "all-to-all of mixers", "ulysses", sent, received))
 
 
 @lru_cache(maxsize=256)
