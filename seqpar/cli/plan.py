@@ -18,8 +18,7 @@ from ..planner.hardware import hardware_of
 from ..planner.mixes import MIXES, mask_of
 from ..planner.reasons import human_tokens
 from ..planner.setting import STATE_BYTES
-from ..planner.split import BETWEEN, WITHIN
-from ..planner.switches import RECOMPUTE
+from ..planner.split import BETWEEN, RECOMPUTE, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
 from .tables import make_folder, pyplot_without_display, save_figure, write_csv
 

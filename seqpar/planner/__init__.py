@@ -17,8 +17,8 @@ from .mixer import Mixer
 from .mlp import CrossAttention, Mlp
 from .model import MODELS
 from .shape import Layer, ModelShape
+from .split import Switches
 from .step import Choice
-from .switches import Switches
 
 __all__ = [
     "HARDWARE",

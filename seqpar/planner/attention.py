@@ -36,8 +36,7 @@ from .messages import RecordedHeadExchange, RecordedRun, RecordedTransport, Simu
 from .pairs import computed_pairs
 from .part import LayerPart, PartRow
 from .rank import RankTimeline
-from .split import ELEMENT_BYTES, FLOAT32_BYTES, Split
-from .switches import Switches
+from .split import ELEMENT_BYTES, FLOAT32_BYTES, Split, Switches
 
 _META = torch.device("meta")
 _ALL_GATHER_CHUNKS = 4.0  # an all-gather of K/V receives the KV heads in at most this many chunks

@@ -19,9 +19,9 @@ from .model import model_of
 from .reasons import human_tokens, reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
 from .shape import ModelShape
+from .split import RECOMPUTE, Switches
 from .splits import LONGEST_RING, allowed_switches, settings, splits
 from .step import Choice
-from .switches import RECOMPUTE, Switches
 
 _MOST_TOKENS = 2**31 - 1  # kernels count positions in 32-bit integers
 _WAITS = 0.02  # if a step waits longer than this share of it, other ways to shard weights are compared

@@ -252,6 +252,8 @@ def _layers(run: _CountedRun) -> list[_CountedLayer]:
             f"model: no layer of {run.of} calls attention through transformers' AttentionInterface, as "
             "seqpar.hf.parallelize needs it"
         )
+    if max(Counter(call.module for call in run.calls).values()) > 1:
+        raise ValueError(f"model: {run.of} has layers that share their weights, which is not modelled")
     stacks = dict.fromkeys(_stack(run.names[call.module]) for call in run.calls)
     if len(stacks) > 1 or None in stacks:
         raise ValueError(f"model: {run.of} has attention outside of a single list of layers, which is not modelled")

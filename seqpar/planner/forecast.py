@@ -14,8 +14,8 @@ from pathlib import Path
 
 from .hardware import Hardware
 from .setting import Setting
+from .split import Switches
 from .step import Choice, StepCost, step
-from .switches import Switches
 
 LONG, SHORT, HOSTS, PACKED = "long", "short", "several hosts", "packed"
 KINDS = {

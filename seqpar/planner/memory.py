@@ -13,8 +13,7 @@ from .hardware import Hardware
 from .part import LayerPart
 from .setting import GRADIENT_BYTES, Setting
 from .shape import Layer
-from .split import ELEMENT_BYTES, Split
-from .switches import Switches
+from .split import ELEMENT_BYTES, Split, Switches
 
 # Bytes per logit if all logits exist at once: 2 in the model's dtype, 4 in float32, and 2 + 4 for the gradients of
 # both. (Hugging Face's blog on Ulysses measured 12.4: 1.89 MB per token for a vocabulary of 151,936.)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from .part import LayerPart, PartRow
 from .rank import RankTimeline
-from .split import ELEMENT_BYTES, Split
-from .switches import Switches
+from .split import ELEMENT_BYTES, Split, Switches
 
 TILE_TOKENS = 32_768  # of a tiled MLP, at most
 

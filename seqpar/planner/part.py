@@ -13,8 +13,7 @@ from typing import NamedTuple
 from ..base.checks import check_int
 from ..masks.mask import Mask
 from .rank import RankTimeline
-from .split import Split
-from .switches import Switches
+from .split import Split, Switches
 
 
 class PartRow(NamedTuple):

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .simulate import Timeline
-from .split import BETWEEN, ELEMENT_BYTES, LEVELS, WITHIN, Split
-from .switches import Switches
+from .split import BETWEEN, ELEMENT_BYTES, LEVELS, WITHIN, Split, Switches
 
 Sizes = Iterable[tuple[int, float]]  # of messages: the index of the other rank, and the bytes
 

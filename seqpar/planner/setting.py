@@ -10,8 +10,7 @@ from typing import Literal
 from ..masks.mask import Mask
 from .pairs import visible_pairs
 from .shape import Layer, ModelShape
-from .split import FLOAT32_BYTES, Split
-from .switches import Switches
+from .split import FLOAT32_BYTES, Split, Switches
 
 GRADIENT_BYTES = FLOAT32_BYTES  # gradients of weights are accumulated and reduce-scattered in float32
 # AdamW with FSDP2 and a mixed-precision policy, for each weight: 4 bytes each for the float32 weight, its gradient and

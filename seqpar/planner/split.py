@@ -1,9 +1,10 @@
-"""``Split``: a sequence, its mask and a cluster, and how the ranks are split."""
+"""``Split`` and ``Switches``: what the time and the memory of a layer depend on besides its sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 
@@ -19,6 +20,9 @@ LEVELS = (WITHIN, BETWEEN)
 
 ELEMENT_BYTES = 2  # of a weight or an activation in bfloat16
 FLOAT32_BYTES = 4
+
+Recompute = Literal["none", "keep_attention", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,42 @@ class Split:
         """The work of the slowest ring rank, divided by the mean over the ring ranks; 1 is balanced."""
         pairs = _work_by_ring_rank(self.mask, self.seq_len, self.layout, self.ring)
         return max(pairs) * len(pairs) / max(1, sum(pairs))
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What a training step recomputes, offloads or computes some tokens at a time, to need less device memory.
+
+    Attributes:
+        recompute: what backward recomputes: nothing ("none"), a layer without its attention ("keep_attention"), or a
+            whole layer ("full").
+        offload: whether saved activations are copied to host memory until backward.
+        chunked_loss: whether logits are computed for some tokens at a time.
+        tiled_mlp: whether the MLP is computed for some tokens at a time, and recomputed in backward.
+        head_groups: in how many groups of heads the projections to q, k and v and attention are computed, one group
+            after another.
+    """
+
+    recompute: Recompute = "none"
+    offload: bool = False
+    chunked_loss: bool = True
+    tiled_mlp: bool = False
+    head_groups: int = 1
+
+    @property
+    def saving(self) -> int:
+        """How many of ``offload``, ``tiled_mlp`` and ``head_groups`` are in use."""
+        return self.offload + self.tiled_mlp + (self.head_groups > 1)
+
+    def __str__(self) -> str:
+        words = {"none": [], "keep_attention": ["recompute all but attention"], "full": ["recompute all"]}
+        return ", ".join(
+            words[self.recompute]
+            + ["offload"] * self.offload
+            + ["tiled MLP"] * self.tiled_mlp
+            + [f"heads in {self.head_groups} groups"] * (self.head_groups > 1)
+            + ["whole logits"] * (not self.chunked_loss)
+        )
 
 
 _TILES = 4096  # a ring rank's queries are counted in at most so many tiles

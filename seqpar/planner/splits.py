@@ -11,7 +11,7 @@ from ..placement.balanced import balanced_layout
 from ..placement.layout import Assigned, Layout
 from .setting import Setting
 from .shape import ModelShape
-from .switches import RECOMPUTE, Switches
+from .split import RECOMPUTE, Switches
 
 LONGEST_RING = 1024  # ranks; the time of a simulation is proportional to the length of the ring
 # The slowest rank's share of the work, relative to the mean.

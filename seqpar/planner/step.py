@@ -12,8 +12,7 @@ from .memory import MemoryUse, layer_activations, memory
 from .rank import RankTimeline
 from .setting import GRADIENT_BYTES, Setting, WeightSharding
 from .simulate import Result, Task, Timeline
-from .split import BETWEEN, ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, WITHIN
-from .switches import Recompute, Switches
+from .split import BETWEEN, ELEMENT_BYTES, FLOAT32_BYTES, LEVELS, WITHIN, Recompute, Switches
 
 
 @dataclass(frozen=True)

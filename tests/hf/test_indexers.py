@@ -26,8 +26,8 @@ from seqpar import Mask
 from seqpar.hf.mechanisms import indexers
 from seqpar.planner.model import model_of as plan_model
 from seqpar.planner.setting import Setting
+from seqpar.planner.split import Switches
 from seqpar.planner.step import step
-from seqpar.planner.switches import Switches
 
 from ..pool import Pool, on_ranks
 from ..reference import assert_error

@@ -17,7 +17,7 @@ from seqpar.planner import memory as counts
 from seqpar.planner import mlp
 from seqpar.planner.mlp import Mlp
 from seqpar.planner.setting import Setting
-from seqpar.planner.switches import Recompute, Switches
+from seqpar.planner.split import Recompute, Switches
 
 from ..live_bytes import LiveBytes
 from ..settings import H100, decoder

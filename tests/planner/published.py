@@ -20,8 +20,8 @@ from seqpar.planner.mixes import document_mix
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import Setting
 from seqpar.planner.shape import ModelShape
+from seqpar.planner.split import Switches
 from seqpar.planner.step import StepCost, attention_seconds, step
-from seqpar.planner.switches import Switches
 
 from ..settings import changed, decoder
 

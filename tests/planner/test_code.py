@@ -18,8 +18,8 @@ from seqpar import Mask
 from seqpar.cli.launch import launch
 from seqpar.planner.mixer import Mixer
 from seqpar.planner.shape import Layer
+from seqpar.planner.split import Switches
 from seqpar.planner.step import Choice
-from seqpar.planner.switches import Switches
 
 from ..reference import MARGINS, assert_error
 from ..settings import H100

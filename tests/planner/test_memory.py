@@ -15,7 +15,7 @@ from seqpar import Mask
 from seqpar.planner.memory import layer_activations
 from seqpar.planner.mlp import Mlp
 from seqpar.planner.setting import Setting
-from seqpar.planner.switches import Switches
+from seqpar.planner.split import Switches
 
 from ..pool import Pool, on_ranks
 from ..settings import H100, decoder

@@ -28,9 +28,8 @@ from seqpar.planner.model import MODELS, model_of
 from seqpar.planner.rank import RankTimeline
 from seqpar.planner.setting import Setting
 from seqpar.planner.shape import Layer, ModelShape
-from seqpar.planner.split import BETWEEN, WITHIN
+from seqpar.planner.split import BETWEEN, WITHIN, Switches
 from seqpar.planner.step import StepCost, step
-from seqpar.planner.switches import Switches
 
 from ..core.test_hosts import simulated
 from ..settings import H100, changed

@@ -21,9 +21,8 @@ from seqpar.planner.mlp import Mlp
 from seqpar.planner.model import MODELS, model_of
 from seqpar.planner.setting import Setting
 from seqpar.planner.shape import Layer, ModelShape
-from seqpar.planner.split import WITHIN
+from seqpar.planner.split import WITHIN, Switches
 from seqpar.planner.step import step
-from seqpar.planner.switches import Switches
 
 from ..settings import H100, changed
 

@@ -25,10 +25,9 @@ from seqpar.planner.choose import is_equal
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import WEIGHTS, Setting
-from seqpar.planner.split import BETWEEN, WITHIN
+from seqpar.planner.split import BETWEEN, WITHIN, Switches
 from seqpar.planner.splits import allowed_switches, settings
 from seqpar.planner.step import Choice, StepCost, step
-from seqpar.planner.switches import Switches
 
 from ..settings import H100, changed
 

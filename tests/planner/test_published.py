@@ -14,7 +14,7 @@ from seqpar.planner.memory import memory
 from seqpar.planner.mlp import Mlp
 from seqpar.planner.model import MODELS
 from seqpar.planner.setting import Setting
-from seqpar.planner.switches import Switches
+from seqpar.planner.split import Switches
 
 from ..settings import H100, changed
 from .paper import paper_activations

@@ -19,9 +19,8 @@ from seqpar.planner.pairs import computed_pairs, visible_pairs
 from seqpar.planner.rank import RankTimeline
 from seqpar.planner.setting import Setting
 from seqpar.planner.simulate import Task, Timeline, simulate
-from seqpar.planner.split import BETWEEN, WITHIN
+from seqpar.planner.split import BETWEEN, WITHIN, Switches
 from seqpar.planner.step import step
-from seqpar.planner.switches import Switches
 
 from ..core.test_hosts import simulated
 from ..settings import H100, attention, attention_shape, attention_timeline, decoder
