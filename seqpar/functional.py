@@ -19,7 +19,7 @@ from .base.checks import check_head_vector, check_inputs, check_int, has_length,
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
 from .masks.mask import Mask, check_rows
-from .placement.layout import Layout, check_layout, check_lengths, least_length
+from .placement.layout import Layout, check_lengths, least_length
 from .placement.strategies import StrategyName
 from .ranks.mesh import sequence_group_of
 from .schedule.plan import plan_ahead
@@ -265,7 +265,6 @@ def _agree(
         else:  # of few tokens, as long as their number is not known
             make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)
             layout = require_layout(layout, sequence_group)
-            check_layout(layout)
             sharding = make_sharding(least_length(layout) if seq_len is None else seq_len, layout)
         placement = sharding.place(spec)
         if dropout_seed is not None:
