@@ -235,7 +235,7 @@ def report(
         write_csv(folder / "bench.csv", [{**facts, **row} for row in rows])
     content = {"machine": facts, "rows": rows, "cases": [asdict(result) for result in results]}
     (folder / "bench.json").write_text(json.dumps(content, indent=1) + "\n")
-    if charts and results:
+    if charts and rows:
         draw_charts(results, folder, f"{facts['device']}, {results[-1].case.ranks} rank(s)")
 
 

@@ -140,25 +140,24 @@ def test_what_is_printed() -> None:
         compile(text, "printed", "exec")
 
 
-def test_the_bench_command_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its options are the bench's, for every strategy."""
-    from seqpar.cli.bench_cases import BenchConfig, strategy_names
+def test_the_bench_command_is_one() -> None:
+    """The command line takes it, for every strategy."""
+    import typer
 
+    from seqpar.cli.bench import bench
+    from seqpar.cli.bench_cases import BenchConfig
+
+    app = typer.Typer()
+    app.command()(bench)
     plan = small_plan()
     for choice in plan.choices:
-        if not choice.possible:
-            continue
-        command = plan.code(choice).split("seqpar bench ")[1].replace("\\\n#", "")
-        words = shlex.split(command)
-        options = dict(zip(words[::2], words[1::2], strict=False))
-        assert options["--strategy"] in strategy_names() and options["--seq-len"] == str(TOKENS)
-        ranks = int(options.get("--nproc", "0"))
-        config = BenchConfig(
-            strategy=[options["--strategy"]], layout=[options["--layout"]], seq_len=[str(TOKENS)], mask=["causal"],
-            heads=int(options["--heads"]), kv_heads=int(options["--kv-heads"]), head_dim=int(options["--head-dim"]),
-        )  # fmt: skip
-        if ranks > 1:
-            config.check(ranks)
+        if choice.possible:
+            start, words = plan.code(choice).split("seqpar bench ")
+            context = typer.main.get_command(app).make_context("bench", shlex.split(words.replace("\\\n#", "")))
+            config = BenchConfig(**context.params)
+            assert config.seq_len == [str(TOKENS)] and config.mask == ["causal"] and not config.peers
+            config.check(choice.degrees["ring"] * choice.degrees["ulysses"])
+            assert "-m" in start.split("#")[-1] or config.nproc == choice.degrees["ring"] * choice.degrees["ulysses"]
 
 
 def test_a_choice_that_the_package_cannot_run_has_no_code() -> None:
