@@ -61,22 +61,22 @@ def _keep_thorough(items: list[pytest.Item], whole_files: bool) -> None:
     Raises:
         pytest.UsageError: the test has no such parameter, or no case has a value of the list.
     """
-    unused: dict[tuple[str, str], list[Any]] = {}
+    unused: dict[tuple[str, str, int], list[Any]] = {}
     for item in items:
         test, kept = item.nodeid.partition("[")[0], False
         marks = [mark for mark in item.own_markers if mark.name == "thorough"]
         for mark in marks:
-            params, matches = item.callspec.params if mark.kwargs else {}, True  # type: ignore[attr-defined]
+            params, matches = item.callspec.params if hasattr(item, "callspec") else {}, True
             for name, values in mark.kwargs.items():
                 if name not in params:
                     raise pytest.UsageError(f"{test}: thorough({name}=...): it has the parameters {', '.join(params)}")
-                left = unused.setdefault((test, name), list(values))
+                left = unused.setdefault((test, name, id(mark)), list(values))
                 left[:] = [value for value in left if value != params[name]]
                 matches &= params[name] in values
             kept |= matches
         if not kept:
             item.own_markers[:] = [mark for mark in item.own_markers if mark not in marks]
-    for (test, name), left in unused.items():
+    for (test, name, _), left in unused.items():
         if left and whole_files:
             raise pytest.UsageError(f"{test}: thorough({name}={left}): no case has these values")
 

@@ -159,19 +159,20 @@ def test_whole():
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "message"),
+    ("name", "old", "new", "message"),
     [
-        ("value", "ranks=[4, 5]", r"thorough\(ranks=\[5\]\): no case has these values"),
-        ("parameter", "world=[4]", r"thorough\(world=...\): it has the parameters .*ranks"),
-        ("right", "ranks=[4]", ""),
+        ("value", "[4]", "[4, 5]", r"thorough\(ranks=\[5\]\): no case has these values"),
+        ("value_of_the_other_mark", "[3]", "[3, 5]", r"thorough\(ranks=\[5\]\): no case has these values"),
+        ("parameter", "ranks=[4]", "world=[4]", r"thorough\(world=...\): it has the parameters .*ranks"),
+        ("right", "", "", ""),
     ],
 )
 def test_which_cases_are_thorough(
-    run_pytest: Callable[..., Run], sample: Path, name: str, changed: str, message: str
+    run_pytest: Callable[..., Run], sample: Path, name: str, old: str, new: str, message: str
 ) -> None:
     """The marked ones. A value or a parameter that does not exist is an error."""
     file = sample.with_name(f"test_marked_{name}.py")
-    file.write_text(MARKED.replace("ranks=[4]", changed))
+    file.write_text(MARKED.replace(old, new))
     thorough, others = (run_pytest(file.name, "-m", which) for which in ("thorough", "not thorough"))
     if message:
         assert thorough.code == others.code == pytest.ExitCode.USAGE_ERROR

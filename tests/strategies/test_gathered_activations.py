@@ -166,15 +166,15 @@ def bytes_sent(group: ProcessGroup, case: Case, dtype: torch.dtype, gather: str)
     return early[0], forward, sent.bytes_sent - forward
 
 
-@pytest.mark.thorough(dtype=[torch.bfloat16, torch.float64])
+@pytest.mark.thorough(dtype=[torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes(pool: Pool, world: int, dtype: torch.dtype) -> None:
     """(P-1)/P x N x hidden x e forward; in backward the same again, and gradients in float32. Under every mask."""
     for rules, layout in product((RULES[0], RULES[1], RULES[2]), LAYOUTS[:3]):
         case = Case(rules, layout, (6, 2), {"qk_norm": True}, seq_len=48)
         row = BATCH * case.seq_len * (world - 1) // world * HIDDEN
-        forward, backward = row * dtype.itemsize, row * (dtype.itemsize + max(4, dtype.itemsize))
+        forward, backward = row * dtype.itemsize, row * (dtype.itemsize + 4)
         # The transfers start with the messages to one rank, ahead of the query projection.
         first = forward // max(1, world - 1)
         sent = pool.run(world, bytes_sent, case, dtype, "activations")
