@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import seqpar
-from seqpar.kernels import select
+from seqpar.kernels import BackendChoice
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, row_delta
 from seqpar.masks.mask import Mask
 from seqpar.placement.layout import shard_positions, split_range
@@ -323,7 +323,7 @@ def measure_speed(
     flops = pairs * head_dim * heads * batch
     row: dict[str, Any] = {
         "tokens": length, "batch": batch, "head_dim": head_dim, "heads": heads, "kv_heads": kv_heads, "causal": causal,
-        "auto": select("auto", work.q, k, work.score).name,
+        "auto": BackendChoice("auto", work.q).backend(work.q, k, work.score).name,
     }  # fmt: skip
     for direction, thunks, factor in (("forward", go, 4), ("backward", back, 10)):
         with torch.no_grad() if direction == "forward" else contextlib.nullcontext():

@@ -26,6 +26,7 @@ from .comm.collectives import all_gather_single, run
 from .comm.trace import count_sent
 from .comm.waiting import operation
 from .functional import attention
+from .kernels import BackendChoice
 from .kernels.base import Carry, Score, finish, merge_
 from .masks.mask import Mask
 from .placement.heads import Heads, kv_index
@@ -358,7 +359,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Seen, score: Score, backend: str, g: int, errors: list[Exception]
 ) -> Carry:
     q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
-    acc, lse = Kernel(backend, score, q, k, v.shape[3], errors=errors).forward(q, k, v, seen)
+    acc, lse = Kernel(BackendChoice(backend, q), score, q, k, v.shape[3], errors=errors).forward(q, k, v, seen)
     return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)
 
 

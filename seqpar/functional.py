@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial, update_wrapper
+from functools import lru_cache, partial, update_wrapper
 from inspect import cleandoc, signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, cast, overload
 
@@ -21,7 +21,7 @@ from .kernels import BackendName
 from .masks.mask import Mask, check_rows
 from .placement.layout import Layout, check_lengths, least_length
 from .placement.strategies import StrategyName
-from .ranks.mesh import sequence_group_of
+from .ranks.mesh import sequence_group_of, size_of
 from .schedule.plan import plan_ahead
 from .sharding.arguments import check_sharding, require_layout
 from .sharding.sharding import Sharding
@@ -183,17 +183,14 @@ def attention(
     tensors, where = (q, k, v, sinks, alibi_slopes, latent_weight), (mesh, group, layout, seq_len)
     needs_seed = bool(dropout_p) and dropout_seed is None
     joins_backward = True
-    if (
-        not isinstance(sharding, Sharding)
-        or any(x is not None for x in where)
-        or (needs_seed and not torch.compiler.is_compiling())
-    ):
+    if not isinstance(sharding, Sharding) or where != _NOWHERE or (needs_seed and not torch.compiler.is_compiling()):
         alone = strategy == "local" and mesh is None and group is None
         sharding, dropout_seed, joins_backward = _agree(
             tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone
         )
     spec = make_spec()
-    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, tensors)
+    # In eager code ``attend`` checks the tensors of calls whose kind is new.
+    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, tensors, in_full=torch.compiler.is_compiling())
     seed = None
     if dropout_seed is not None:
         _check_seed(dropout_seed)
@@ -204,19 +201,26 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+_NOWHERE = None, None, None, None
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _checked(mask: Mask, tensors: Inputs) -> Inputs:
-    """The tensors of a call in autocast's dtype, after checking that they fit together."""
+def _checked(mask: Mask, tensors: Inputs, in_full: bool = True) -> Inputs:
+    """The tensors of a call in autocast's dtype, after checking that they fit together.
+
+    Without ``in_full`` it checks what may change between calls with tensors of the same shapes and dtypes.
+    """
     q, k, v, sinks, alibi_slopes, latent_weight = tensors
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={type(mask).__name__}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
-    if all(isinstance(x, Tensor) for x in (q, k, v)):
+    if isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor):
         q, k, v = to_autocast_dtype(q, k, v)
         if isinstance(latent_weight, Tensor):
             (latent_weight,) = to_autocast_dtype(latent_weight)
-    check_inputs(q, k, v, latent_weight)
+    else:
+        in_full = True
+    if in_full or not isinstance(latent_weight, Tensor | None):
+        check_inputs(q, k, v, latent_weight)
     if sinks is not None:
         check_head_vector("sinks", sinks, q, batched=False)
     if alibi_slopes is not None:
@@ -228,6 +232,19 @@ def _check_seed(dropout_seed: object) -> None:
     if torch.compiler.is_compiling():
         return
     check_int("dropout_seed", dropout_seed, 0, bits=63)
+
+
+def _sharding(
+    seq_len: int, layout: Layout, mesh: DeviceMesh | None, sequence_group: ProcessGroup | None, alone: bool
+) -> Sharding:
+    """The sharding of a call without one. ``sequence_group`` is the group of ``mesh``, if there is a mesh."""
+    group = sequence_group if mesh is None else None
+    return Sharding(seq_len, layout, mesh=mesh, group=group, strategy="local" if alone else None)
+
+
+# Later calls of the same length find what was prepared for it. The group is part of the key because meshes are equal if
+# they have equal ranks, also if the groups of one of them have been destroyed.
+_sharding_of_one_rank = lru_cache(maxsize=16, typed=True)(_sharding)
 
 
 @no_compile
@@ -257,47 +274,55 @@ def _agree(
         # Ranks that give the same group learn of an error in this rank's mesh.
         with propagate_errors(group if needs_handshake and isinstance(group, ProcessGroup) else None):
             sequence_group = None if alone else sequence_group_of(mesh, group)
+    q = tensors[0]
+    if needs_handshake and size_of(sequence_group) == 1 and isinstance(q, Tensor) and not q.is_nested and q.dim() == 4:
+        needs_handshake, seq_len = False, q.shape[1] if sharding is None and seq_len is None else seq_len
+        dropout_seed = int(draw_seed().item()) if needs_seed else dropout_seed
     with propagate_errors(sequence_group if needs_handshake else None):
         spec = make_spec()
         if sharding is not None:
             check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             seq_len = sharding.seq_len
         else:  # of few tokens, as long as their number is not known
-            make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)
+            make_sharding = partial(_sharding, mesh=mesh, sequence_group=sequence_group, alone=alone)
             layout = require_layout(layout, sequence_group)
+            if seq_len is not None:
+                check_int("seq_len", seq_len, 0)
+            if size_of(sequence_group) == 1:
+                make_sharding = partial(_sharding_of_one_rank, mesh=mesh, sequence_group=sequence_group, alone=alone)
             sharding = make_sharding(least_length(layout) if seq_len is None else seq_len, layout)
+        if not needs_handshake:  # ``attend`` checks the rest
+            return sharding, dropout_seed, True
         placement = sharding.place(spec)
         if dropout_seed is not None:
             _check_seed(dropout_seed)
         q, k, v, sinks, _, latent_weight = _checked(mask, tensors)
         check_rows(mask, "q", q)
-    joins_backward = True
-    if needs_handshake:
-        tokens = placement.tokens
-        degrees = spec.strategy, tokens.ring, tokens.ulysses, placement.gather, placement.chunks, tokens.layout
-        numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse
-        expanded = None if latent_weight is None else tuple(latent_weight.shape)
-        header = _AttentionHeader(
-            length=q.shape[1],
-            batch=q.shape[0],
-            heads=q.shape[2],
-            kv_heads=k.shape[2],
-            head_dim=q.shape[3],
-            v_head_dim=v.shape[3],
-            dtype=q.dtype,
-            mask_or_options=fingerprint(mask, degrees, *numbers, expanded),
-            dropout_seed=int(draw_seed().item()) if needs_seed else dropout_seed or 0,
-            gradient=gradient_state(q, k, v, sinks, latent_weight),
-        )
-        headers = all_gather_header(lambda: header, sequence_group)
-        check_same(headers, "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "mask_or_options")
-        if not needs_seed:
-            check_same(headers, "dropout_seed")
-        total = check_lengths([header.length for header in headers], tokens.layout, seq_len)
-        if seq_len is None:
-            sharding = make_sharding(total, tokens.layout)
-        dropout_seed = headers[0].dropout_seed
-        joins_backward = any_needs_gradient([header.gradient for header in headers])
+    tokens = placement.tokens
+    degrees = spec.strategy, tokens.ring, tokens.ulysses, placement.gather, placement.chunks, tokens.layout
+    numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse
+    expanded = None if latent_weight is None else tuple(latent_weight.shape)
+    header = _AttentionHeader(
+        length=q.shape[1],
+        batch=q.shape[0],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        head_dim=q.shape[3],
+        v_head_dim=v.shape[3],
+        dtype=q.dtype,
+        mask_or_options=fingerprint(mask, degrees, *numbers, expanded),
+        dropout_seed=int(draw_seed().item()) if needs_seed else dropout_seed or 0,
+        gradient=gradient_state(q, k, v, sinks, latent_weight),
+    )
+    headers = all_gather_header(lambda: header, sequence_group)
+    check_same(headers, "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "dtype", "mask_or_options")
+    if not needs_seed:
+        check_same(headers, "dropout_seed")
+    total = check_lengths([header.length for header in headers], tokens.layout, seq_len)
+    if seq_len is None:
+        sharding = make_sharding(total, tokens.layout)
+    dropout_seed = headers[0].dropout_seed
+    joins_backward = any_needs_gradient([header.gradient for header in headers])
     return sharding, dropout_seed, joins_backward
 
 

@@ -135,7 +135,7 @@ def context_of(device: torch.device) -> tuple[Hashable, ...]:
     stream = 0
     if device.type == "cuda" and torch.cuda.is_initialized():
         stream = torch.cuda.current_stream(device).cuda_stream
-    return device, stream, _fake_mode()
+    return device, stream, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def _fake_mode() -> Any:

@@ -107,8 +107,13 @@ class Links(NamedTuple):
         return self.within is not None and self.within.memory is not None and self.across is None
 
 
+_NO_LINKS = Links()
+
+
 def links_of(placement: Placement, device: torch.device) -> Links:
     """Connect the ranks of an attention call, at the first call. All of them must call this."""
+    if not placement.sends:
+        return _NO_LINKS
     links: Links | None = placement.kept.get(device)
     if links is None or any(link is not None and link.generation != link.calls.generation for link in links):
         placement.kept.clear()

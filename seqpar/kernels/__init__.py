@@ -24,7 +24,6 @@ from .base import Backend, Score
 from .cpu import CpuBackend
 from .cudnn import CudnnBackend
 from .elementwise import interpreted
-from .expansion import ExpandedKV, Expansion
 from .flash import FlashAttention2Backend, FlashAttention3Backend, FlashAttention4Backend, TorchFlashBackend
 from .library import LibraryBackend
 from .reference import ReferenceBackend
@@ -103,49 +102,60 @@ def order(q: Tensor) -> Sequence[str]:
     fastest: tuple[str, ...] = ()
     if q.is_cuda and torch.version.hip is None and torch.cuda.is_available():
         fastest = _FASTEST.get(torch.cuda.get_device_capability(q.device)[0], ())
-    return list(dict.fromkeys((*fastest, *BACKENDS)))
+    return [name for name in dict.fromkeys((*fastest, *BACKENDS)) if name in BACKENDS]
 
 
-def select(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    score: Score,
-    *,
-    lse_gradient: bool = False,
-    deterministic: bool = False,
-    expansion: Expansion | None = None,
-    v_head_dim: int | None = None,
-) -> Backend:
-    """The backend for a call: the named one if it supports the call, else the best one that does.
+class BackendChoice:
+    """The backends that may compute calls of one kind: the named one, then the others, best first.
+
+    Whether a backend supports these calls is asked once. Whether it can run is asked at every call, because a process
+    may switch a backend off.
 
     Args:
         name: a name in ``BACKENDS``, or "auto".
-        q: ``[b, q, h, d]``. k: ``[b, k, n, d]``.
-        score: how scores are computed.
-        lse_gradient: whether the backward receives a gradient of the log-sum-exp.
+        q: ``[b, q, h, d]``, whose device decides the order.
         deterministic: leave out backends whose gradients may differ from run to run.
-        expansion: computes keys and values from the tensors that were sent; None if the keys and values were sent.
-        v_head_dim: the head_dim of v; by default the head_dim of q.
     """
-    named = [] if name == "auto" else [name]
-    others = [other for other in order(q) if other != "triton" or q.is_cuda]
-    for candidate in (*named, *others):
-        backend: Backend | None = BACKENDS[candidate]
-        if isinstance(backend, LibraryBackend) and backend.device_type != q.device.type:
-            continue
-        if deterministic and isinstance(backend, (LibraryBackend, TritonBackend)):
-            backend = backend.made_deterministic()
-        if backend is None or (deterministic and not backend.deterministic):
-            continue
-        if backend.unavailable() is not None:
-            continue
-        if backend.unsupported(q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim) is None:
-            count_backend(backend.name)
-            if backend.name == "reference" and name != "reference" and q.is_cuda:
-                _warn_of_reference(_why_not(q, k, score, lse_gradient, deterministic, v_head_dim))
-            return backend if expansion is None else ExpandedKV(backend, expansion)
-    raise RuntimeError("no backend supports this call")  # unreachable: the reference supports every call
+
+    def __init__(self, name: str, q: Tensor, deterministic: bool = False) -> None:
+        self._name, self._deterministic = name, deterministic
+        self._candidates: list[Backend] = []
+        self._supports: dict[str, bool] = {}
+        named = [] if name == "auto" else [name]
+        others = [other for other in order(q) if other != "triton" or q.is_cuda]
+        for candidate in dict.fromkeys((*named, *others)):
+            backend: Backend | None = BACKENDS[candidate]
+            if isinstance(backend, LibraryBackend) and backend.device_type != q.device.type:
+                continue
+            if deterministic and isinstance(backend, (LibraryBackend, TritonBackend)):
+                backend = backend.made_deterministic()
+            if backend is not None and (backend.deterministic or not deterministic):
+                self._candidates.append(backend)
+
+    def backend(
+        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool = False, v_head_dim: int | None = None
+    ) -> Backend:
+        """The first backend that can run and supports the call.
+
+        Args:
+            q: ``[b, q, h, d]``. k: ``[b, k, n, d]``. Equal in shape, dtype and device in all calls.
+            score: how scores are computed. The same features in all calls.
+            lse_gradient: whether the backward receives a gradient of the log-sum-exp.
+            v_head_dim: the head_dim of v; by default the head_dim of q.
+        """
+        for backend in self._candidates:
+            name = backend.name
+            if backend.unavailable() is not None:
+                continue
+            if name not in self._supports:
+                why = backend.unsupported(q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
+                self._supports[name] = why is None
+            if self._supports[name]:
+                count_backend(name)
+                if name == "reference" and self._name != "reference" and q.is_cuda:
+                    _warn_of_reference(_why_not(q, k, score, lse_gradient, self._deterministic, v_head_dim))
+                return backend
+        raise RuntimeError("no backend supports this call")  # unreachable: the reference supports every call
 
 
 def _why_not(

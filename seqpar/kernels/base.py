@@ -6,8 +6,9 @@ Shapes: b batch, q local queries, k keys of a step, h query heads, n KV heads, d
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import isfinite
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Score:
     dropout_seed: int = 0
     head_offset: int = 0
 
-    @property
+    @cached_property
     def needs_positions(self) -> bool:
         """Whether the scores depend on global positions."""
         return self.alibi_slopes is not None or self.dropout_p > 0
@@ -71,34 +72,44 @@ class OutputGrad(NamedTuple):
     delta: Tensor | None
 
 
-class Grads(NamedTuple):
+@dataclass
+class Grads:
     """The tensors to which a backend adds the gradients of one step.
 
     Attributes:
         dq: ``[b, q, h, d]``.
         dk: ``[b, k, n, d]``.
-        dv: ``[b, k, n, e]``.
+        dv: ``[b, k, n, e]``. All three are None if the step is the only one: the backend then makes them, in any
+            floating dtype.
         new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
         new_dkv: whether ``dk`` and ``dv`` are uninitialised.
-        own_memory: whether the three tensors are no views, and have none, so that a backend may give them other memory
-            (``Tensor.set_``) instead of writing to theirs.
     """
 
-    dq: Tensor
-    dk: Tensor
-    dv: Tensor
+    dq: Any
+    dk: Any
+    dv: Any
     new_dq: bool = False
     new_dkv: bool = False
-    own_memory: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv``."""
+        return self.dq, self.dk, self.dv
 
     @property
     def new(self) -> tuple[bool, bool, bool]:
         """For each of ``dq, dk, dv``, whether it is uninitialised."""
         return self.new_dq, self.new_dkv, self.new_dkv
 
+    def make(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv``, made uninitialised in float32 (float64 for float64) if they are None."""
+        if self.dq is None:
+            self.dq, self.dk, self.dv = (torch.empty_like(x, dtype=accumulator(x.dtype)) for x in (q, k, v))
+        return self.tensors
+
     def zero_new_(self) -> None:
         """Write zeros to the uninitialised tensors."""
-        for x, new in zip(self[:3], self.new, strict=True):
+        for x, new in zip(self.tensors, self.new, strict=True):
             if new:
                 x.zero_()
 
@@ -171,9 +182,9 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
     return acc, q.new_full((batch, heads, q_len), -torch.inf, dtype=dtype)
 
 
-def all_finite(*tensors: Tensor) -> bool:
+def all_finite(x: Tensor) -> bool:
     """Whether all values are finite. It may be False if they are so large that their sum overflows."""
-    return all(isfinite(x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).item()) for x in tensors)
+    return isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())
 
 
 def head_dims(head_dim: int, v_head_dim: int | None) -> str:
@@ -213,7 +224,7 @@ def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:
         weight = torch.exp(lse - with_sink).nan_to_num_(0.0)  # [b, h, q]; nan: no key seen, and a sink of -inf
         acc = acc * weight.transpose(1, 2).unsqueeze(-1)
         lse = with_sink
-    return acc.to(dtype), lse
+    return acc if acc.dtype == dtype else acc.to(dtype), lse
 
 
 def sink_gradient(score: Score, output: OutputGrad) -> Tensor | None:

@@ -11,10 +11,14 @@ heads before the sequence, and one head_dim: the narrower tensors get zeros, whi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..base.cache import outside_modes
 from ..schedule.rows import KeyIntervals
 from .base import Carry, Grads, OutputGrad, Score, all_finite, empty_carry, finish, merge_, row_delta
 from .reference import ReferenceBackend
@@ -25,7 +29,10 @@ _KEY_BLOCK = 512
 # A pair of a masked tile takes 1.2 to 1.7 times as long as one of a full tile (measured in benchmarks/LOG.md).
 _MASKED_PAIR = 1.5
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+# The masks of a step are kept if there are few of them, of few pairs of a query and a key.
+_MOST_KEPT, _KEPT_PAIRS = 8, 1 << 14
+
+_forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _exact = ReferenceBackend()
 
@@ -63,30 +70,27 @@ class CpuBackend:
     ) -> Carry:
         v_dim, width = v.shape[3], max(q.shape[3], v.shape[3])
         q_heads, k_heads, v_heads = _heads_first(width, q, k, v)
-        for batch, tile in _tiles(intervals, q.shape[0]):
-            queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            mask, blind = _mask(intervals, batch, tile)
-            out, out_lse = _forward(
-                q_heads[batch, :, queries],
-                k_heads[batch, :, keys],
-                v_heads[batch, :, keys],
-                0.0,
-                tile.kind is TileKind.CAUSAL,
-                attn_mask=mask,
-                scale=score.softmax_scale,
-            )  # [b, h, q, width], [b, h, q]
-            out = out.transpose(1, 2)[..., :v_dim]  # [b, q, h, e]
+        for row, tile in _tiles(intervals):
+            mask, blind = _kept_mask(intervals, row, tile) if tile.kind is TileKind.MASKED else (None, None)
+            q_part, k_part, v_part = _of_tile(row, tile, 2, (q_heads,), (k_heads, v_heads))
+            causal, scale = tile.kind is TileKind.CAUSAL, score.softmax_scale
+            out, out_lse = _forward(q_part, k_part, v_part, 0.0, causal, attn_mask=mask, scale=scale)  # [b, h, q]
+            out = out.transpose(1, 2)  # [b, q, h, width]
+            if v_dim < width:
+                out = out[..., :v_dim]
             if blind is not None:
                 out[:, blind], out_lse[..., blind] = 0, -torch.inf
             if tile.kind is not TileKind.FULL and not all_finite(out):
-                inputs = q[batch, queries], k[batch, keys], v[batch, keys]
-                out, out_lse = _exact.forward(*inputs, _part(intervals, batch, tile), score, None, last=False)
+                q_part, k_part, v_part = _of_tile(row, tile, 1, (q,), (k, v))
+                part = _part(intervals, row, tile)
+                out, out_lse = _exact.forward(q_part, k_part, v_part, part, score, None, last=False)
             if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
                 # The first partial result, of all queries.
                 carry = out if v_dim == width else out.contiguous(), out_lse
                 continue
             acc, lse = carry = carry or empty_carry(q, v_dim)  # [b, q, h, e], [b, h, q]
-            merge_(acc[batch, queries], lse[batch, :, queries], out, out_lse)
+            (acc_part,), (lse_part,) = _of_tile(row, tile, 1, (acc,)), _of_tile(row, tile, 2, (lse,))
+            merge_(acc_part, lse_part, out, out_lse)
         carry = carry or empty_carry(q, v_dim)
         return finish(carry, score, q.dtype) if last else carry
 
@@ -96,42 +100,49 @@ class CpuBackend:
         dout, out, lse, _ = output
         width = max(q.shape[3], v.shape[3])
         dout_heads, q_heads, k_heads, v_heads, out_heads = _heads_first(width, dout, q, k, v, out)
-        targets = [x.transpose(1, 2) for x in grads[:3]]  # [b, h or n, q or k, d]: views
         new = list(grads.new)
-        for batch, tile in _tiles(intervals, q.shape[0]):
-            queries, keys = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-            mask, blind = _mask(intervals, batch, tile)
-            tile_lse = lse[batch, :, queries]
+        for row, tile in _tiles(intervals):
+            mask, blind = _kept_mask(intervals, row, tile) if tile.kind is TileKind.MASKED else (None, None)
+            of_queries, of_keys = (dout_heads, q_heads, out_heads, lse), (k_heads, v_heads)
+            dout_part, q_part, out_part, tile_lse, k_part, v_part = _of_tile(row, tile, 2, of_queries, of_keys)
             results = _backward(
-                dout_heads[batch, :, queries],
-                q_heads[batch, :, queries],
-                k_heads[batch, :, keys],
-                v_heads[batch, :, keys],
-                out_heads[batch, :, queries],
+                dout_part,
+                q_part,
+                k_part,
+                v_part,
+                out_part,
                 tile_lse if blind is None else tile_lse.masked_fill(blind, torch.inf),  # exp(score - inf) is 0
                 0.0,
                 tile.kind is TileKind.CAUSAL,
                 attn_mask=mask,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
-            if tile.kind is not TileKind.FULL and not all_finite(*results):
-                inputs = q[batch, queries], k[batch, keys], v[batch, keys]
-                dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in inputs)
-                tile_dout, tile_out = dout[batch, queries], out[batch, queries]
-                tile_output = OutputGrad(tile_dout, tile_out, tile_lse, row_delta(tile_out, tile_dout, None))
-                _exact.backward(*inputs, tile_output, _part(intervals, batch, tile), score, Grads(dq, dk, dv))
-                results = [grad.transpose(1, 2) for grad in (dq, dk, dv)]
-            for i, (grad, target, rows) in enumerate(zip(results, targets, (queries, keys, keys), strict=True)):
-                grad = grad[..., : target.shape[3]]
+            # A value of a row or a key that is not finite reaches dq of this row, or of a row that sees the key.
+            if tile.kind is not TileKind.FULL and not all_finite(results[0]):
+                q_part, dout_part, out_part, k_part, v_part = _of_tile(row, tile, 1, (q, dout, out), (k, v))
+                part, exact = _part(intervals, row, tile), Grads(None, None, None, new_dq=True, new_dkv=True)
+                delta = row_delta(out_part, dout_part, None)
+                _exact.backward(
+                    q_part, k_part, v_part, OutputGrad(dout_part, out_part, tile_lse, delta), part, score, exact
+                )
+                results = [grad.transpose(1, 2) for grad in exact.tensors]
+            parts = [grad.transpose(1, 2) for grad in results]  # [b, q or k, h or n, width]
+            if width > min(q.shape[3], v.shape[3]):
+                parts = [x[..., : y.shape[3]] for x, y in zip(parts, (q, k, v), strict=True)]
+            if grads.dq is None and all(x.shape == y.shape for x, y in zip(parts, (q, k, v), strict=True)):
+                grads.dq, grads.dk, grads.dv = parts
+                new = [False, False, False]
+                continue
+            for i, (grad, target) in enumerate(zip(parts, grads.make(q, k, v), strict=True)):
                 if new[i] and grad.shape == target.shape:  # the first gradient, of all rows
-                    take = _take if grads.own_memory else Tensor.copy_
-                    targets[i] = take(grads[:3][i], grad.transpose(1, 2)).transpose(1, 2)
-                elif new[i]:
-                    target.zero_()[batch, :, rows] = grad
-                else:
-                    target[batch, :, rows] += grad
+                    target.copy_(grad)
+                    continue
+                if new[i]:
+                    target.zero_()
+                (rows,) = _of_tile(row, tile, 1, (target,)) if i == 0 else _of_tile(row, tile, 1, (), (target,))
+                rows += grad
             new = [False, False, False]
-        for target, empty in zip(targets, new, strict=True):
+        for target, empty in zip(grads.make(q, k, v), new, strict=True):
             if empty:
                 target.zero_()
 
@@ -154,44 +165,67 @@ def _computed(tile: Tile) -> float:
     return sum((end - first) * min(keys, -(-end // _KEY_BLOCK) * _KEY_BLOCK) for first, end in blocks)
 
 
-def _take(target: Tensor, value: Tensor) -> Tensor:
-    """Give ``target`` the values of ``value``, which nothing else uses: its memory, if it is as the target's."""
-    if target.is_contiguous() and value.is_contiguous() and target.dtype == value.dtype:
-        return target.set_(value.untyped_storage(), value.storage_offset(), value.shape, value.stride())
-    return target.copy_(value)
-
-
 def _heads_first(width: int, *tensors: Tensor) -> list[Tensor]:
     """Each ``[b, s, h, d]`` as float32 ``[b, h, s, width]``, with zeros where it is narrower.
 
     Else a view of a float32 tensor, because the kernel takes any strides.
     """
-    padded = (x if x.shape[3] == width else functional.pad(x, (0, width - x.shape[3])) for x in tensors)
-    return [x.float().transpose(1, 2) for x in padded]
+    return [
+        (x if x.shape[3] == width else functional.pad(x, (0, width - x.shape[3]))).float().transpose(1, 2)
+        for x in tensors
+    ]
 
 
-def _tiles(intervals: KeyIntervals, batch: int) -> list[tuple[slice, Tile]]:
-    if intervals.lo.shape[0] == 1:
-        return [(slice(0, batch), tile) for tile in tiles(intervals, 0)]
-    return [(slice(row, row + 1), tile) for row in range(intervals.lo.shape[0]) for tile in tiles(intervals, row)]
+def _tiles(intervals: KeyIntervals) -> list[tuple[int | None, Tile]]:
+    """The tiles with their batch row; None is all batch rows. Cached in ``intervals``."""
+    if "of all rows" not in intervals.tiles:
+        rows = intervals.lo.shape[0]
+        intervals.tiles["of all rows"] = [
+            (None if rows == 1 else row, tile) for row in range(rows) for tile in tiles(intervals, row)
+        ]
+    found: list[tuple[int | None, Tile]] = intervals.tiles["of all rows"]
+    return found
 
 
-def _part(intervals: KeyIntervals, batch: slice, tile: Tile) -> KeyIntervals:
-    row = batch.start if intervals.lo.shape[0] > 1 else 0
-    lo, hi = (x[row, None, tile.q0 : tile.q1].clamp(tile.k0, tile.k1) - tile.k0 for x in (intervals.lo, intervals.hi))
+def _of_tile(
+    row: int | None, tile: Tile, dim: int, queries: Sequence[Tensor], keys: Sequence[Tensor] = ()
+) -> list[Any]:
+    """The tile's part of tensors that have all queries along ``dim``, and of tensors that have all keys along it."""
+    parts = []
+    for tensors, start, stop in ((queries, tile.q0, tile.q1), (keys, tile.k0, tile.k1)):
+        for x in tensors:
+            if row is not None:
+                x = x[row : row + 1]
+            parts.append(x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start))
+    return parts
+
+
+def _part(intervals: KeyIntervals, row: int | None, tile: Tile) -> KeyIntervals:
+    lo, hi = (
+        x[row or 0, None, tile.q0 : tile.q1].clamp(tile.k0, tile.k1) - tile.k0 for x in (intervals.lo, intervals.hi)
+    )
     return KeyIntervals(lo, hi, intervals.q_positions[tile.q0 : tile.q1], intervals.k_positions[tile.k0 : tile.k1])
 
 
-def _mask(intervals: KeyIntervals, batch: slice, tile: Tile) -> tuple[Tensor | None, Tensor | None]:
+def _kept_mask(intervals: KeyIntervals, row: int | None, tile: Tile) -> tuple[Tensor, Tensor | None]:
+    """``_mask``. Small masks are kept in ``intervals``: to make one takes as long as the kernel that reads it."""
+    if len(_tiles(intervals)) > _MOST_KEPT or (tile.q1 - tile.q0) * (tile.k1 - tile.k0) > _KEPT_PAIRS:
+        return _mask(intervals, row, tile)
+    key = "mask", row, tile.q0, tile.k0
+    if key not in intervals.tiles:
+        with outside_modes():
+            intervals.tiles[key] = _mask(intervals, row, tile)
+    mask, blind = intervals.tiles[key]
+    return mask, blind
+
+
+def _mask(intervals: KeyIntervals, row: int | None, tile: Tile) -> tuple[Tensor, Tensor | None]:
     """The additive mask of a masked tile, ``[1, 1, q, k]``, and the queries that see none of its keys, bool ``[q]``.
 
-    None where there is no such tensor. A query without keys sees the first key in the mask, because the kernel does not
+    None if all of them see one. A query without keys sees the first key in the mask, because the kernel does not
     say what it returns for a row that is all -inf. Its results must be replaced.
     """
-    if tile.kind is not TileKind.MASKED:
-        return None, None
-    row = batch.start if intervals.lo.shape[0] > 1 else 0
-    lo, hi = intervals.lo[row, tile.q0 : tile.q1], intervals.hi[row, tile.q0 : tile.q1]  # [q]
+    lo, hi = (x[row or 0, tile.q0 : tile.q1] for x in (intervals.lo, intervals.hi))  # [q]
     keys = torch.arange(tile.k0, tile.k1, dtype=torch.int32, device="cpu")
     seen = (keys >= lo[:, None]) & (keys < hi[:, None])  # [q, k]
     blind = lo == hi

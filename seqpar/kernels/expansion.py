@@ -105,8 +105,8 @@ class ExpandedKV:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
-        dq, dk, dv, new_dq, new_dkv, _ = grads
-        if new_dkv:
+        dq, dk, dv = grads.make(q, k, v)
+        if grads.new_dkv:
             dk.zero_()
             dv.zero_()
         for heads in self._expansion.blocks(k):
@@ -126,7 +126,7 @@ class ExpandedKV:
                 of_heads,
                 intervals,
                 score.heads(heads.start, heads.stop),
-                Grads(dq[:, :, at], block_dk, block_dv, new_dq, new_dkv=True),
+                Grads(dq[:, :, at], block_dk, block_dv, grads.new_dq, new_dkv=True),
             )
             del block_k, block_v
             self._expansion.add_gradients(k, v, block_dk, block_dv, heads, dk, dv)

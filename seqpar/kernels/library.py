@@ -195,7 +195,9 @@ class LibraryBackend(ABC):
                 output = output._replace(delta=row_delta(output.out, output.dout, None))
             other.backward(q, k, v, output, intervals, score, grads)
             return
-        targets, new = grads[:3], list(grads.new)
+        new = list(grads.new)
+        if len(launches) != 1:
+            grads.make(q, k, v)
         for launch in launches:
             call = launch.call
             at = call.queries, call.keys, call.keys
@@ -208,7 +210,13 @@ class LibraryBackend(ABC):
                 _statistics(output.lse, call),
                 _options(launch, intervals, score),
             )
-            for i, (grad, target, rows) in enumerate(zip(results, targets, at, strict=True)):
+            if grads.dq is None:
+                whole = all(x.numel() == y.numel() for x, y in zip(results, (q, k, v), strict=True))
+                if whole and call.ends is None:
+                    grads.dq, grads.dk, grads.dv = (x.reshape(y.shape) for x, y in zip(results, (q, k, v), strict=True))
+                    return
+                grads.make(q, k, v)
+            for i, (grad, target, rows) in enumerate(zip(results, grads.tensors, at, strict=True)):
                 if new[i] and grad.numel() < target.numel():
                     target.zero_()
                 part = _rows(target, call, rows, writable=True)
@@ -217,7 +225,7 @@ class LibraryBackend(ABC):
                 else:
                     part.add_(grad)
             new = [False] * 3
-        for target, empty in zip(targets, new, strict=True):
+        for target, empty in zip(grads.tensors, new, strict=True):
             if empty:
                 target.zero_()
 

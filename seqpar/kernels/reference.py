@@ -61,6 +61,7 @@ class ReferenceBackend:
     ) -> None:
         dout, _, lse, delta = output
         assert delta is not None
+        grads.make(q, k, v)
         grads.zero_new_()
         intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
@@ -105,7 +106,7 @@ def _blocks(intervals: KeyIntervals, by_query: Sequence[Tensor], by_key: Sequenc
         start, stop = int(lo[:, q0].min()), int(hi[:, q1 - 1].max())
         for k0 in range(start, stop, _K_BLOCK):
             k1 = min(k0 + _K_BLOCK, stop)
-            if all_finite(*(x[:, q0:q1] for x in by_query), *(x[:, k0:k1] for x in by_key)):
+            if all(map(all_finite, (*(x[:, q0:q1] for x in by_query), *(x[:, k0:k1] for x in by_key)))):
                 yield _ALL, slice(q0, q1), slice(k0, k1)
                 continue
             ends = zip(lo[:, q0:q1].clamp(k0, k1).tolist(), hi[:, q0:q1].clamp(k0, k1).tolist(), strict=True)

@@ -210,6 +210,6 @@ class RecordedRun(Run):
         dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
         return [dq, _NoGradient(), _NoGradient()] if self.adds_dkv else [dq, dk, dv]
 
-    def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Tensor) -> None:
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Any) -> None:
         if step.attends:
             self._record("gradients of", step, len(step.q_heads or self.heads.queries), True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -266,6 +267,11 @@ class Sharding(Opaque):
     @cached_property
     def _placements(self) -> dict[Any, Placement]:
         return {}
+
+    @cached_property
+    def calls(self) -> WeakKeyDictionary[Mask, dict[Any, Any]]:
+        """Of ``strategies.prepare.prepared``."""
+        return WeakKeyDictionary()
 
     @cached_property
     def chunks(self) -> dict[Any, Any]:

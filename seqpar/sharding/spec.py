@@ -119,7 +119,8 @@ def attention_spec(
         numbers = scale, constant_float(softcap), constant_float(dropout_p)
         spec = _checked(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
         return spec.having(returns_saved=True)
-    make = _checked if any(isinstance(x, bool) for _, x in options) else _cached  # True == 1, also in a cache
+    # True == 1, also in a cache.
+    make = _checked if options and any(isinstance(x, bool) for _, x in options) else _cached
     try:
         return make(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
     except TypeError:  # an argument that cannot be hashed, or is of another type: say which

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.overrides import has_torch_function
 
 from ..masks.mask import Mask
 from ..placement.placement import ANY_RANKS, ParallelContext
@@ -16,6 +17,7 @@ from ..sharding.spec import AttentionSpec
 from . import operators
 from .auto import named
 from .autograd import join_backward
+from .prepare import prepared
 from .seed import draw_seed
 
 # The number of query heads and the head_dim that every call must have (None: any), and how many calls had them.
@@ -65,11 +67,18 @@ def attend(
                 "layer must take the number of heads from the size of its projections, or leave head_groups out"
             )
         calls.append(None)
-    spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
+    kind = None
+    if spec.strategy == "auto":
+        spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     if spec.dropout_p and seed is None:
         seed, spec = draw_seed(), spec.having(draws_seed=True)
-    if joins_backward and torch.is_grad_enabled():
+    elif not torch.compiler.is_compiling():
+        kind = prepared(q, k, v, sinks, alibi_slopes, latent_weight, spec, mask, sharding, ranks)
+    if joins_backward and torch.is_grad_enabled() and (kind is None or kind.placement.sends):
         q = join_backward(q, (k, v, sinks, latent_weight), spec, sharding, ranks)
     tensors = q, k, v, sinks, alibi_slopes, seed, latent_weight
-    out, lse, *_ = operators.attention(*tensors, spec, mask, sharding, ranks)
+    if kind is None or has_torch_function(tensors):
+        out, lse, *_ = operators.attention(*tensors, spec, mask, sharding, ranks)
+    else:
+        out, lse, *_ = operators.attention_in_eager(*tensors, (spec, mask, sharding, ranks, kind))
     return out, lse

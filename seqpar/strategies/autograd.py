@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,3 +74,25 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+_NO_AUTOCAST = nullcontext()
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """In the block, autocast is off for tensors on the device of ``like``."""
+    device_type = like.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return _NO_AUTOCAST
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's decorator, which does nothing where no gradient of the gradient is asked for."""
+    once = torch.autograd.function.once_differentiable(backward)
+
+    @wraps(backward)
+    def of_mode(*args: Any) -> Any:
+        return once(*args) if torch.is_grad_enabled() else backward(*args)
+
+    return of_mode

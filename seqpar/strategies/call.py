@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.p2p import call, links_of
 from ..comm.streams import ReadyEvents
+from ..kernels import BackendChoice
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator
 from ..kernels.expansion import Expansion, RepeatedHeads
 from ..placement.heads import Heads, kv_index
@@ -36,9 +38,12 @@ _PREFETCH_STEPS = 2
 _MIN_PREFETCH_STEPS = 1
 
 
-@dataclass(frozen=True, eq=False)
+_NOTHING = nullcontext()
+
+
+@dataclass(eq=False)
 class AttentionCall:
-    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors. Made by ``operators.make_call``.
+    """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors: found once, see ``prepare.py``.
 
     Attributes:
         placement: who takes part in it, and which positions these ranks hold.
@@ -46,9 +51,10 @@ class AttentionCall:
         spec: its constants.
         heads: the heads of q, k and v. Under tensor parallelism these are some of the model's heads.
         score: how scores are computed, for all of ``heads``.
-        kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
+        kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
         errors: the errors of kernels. See ``raise_error``.
+        kept: what later calls of the same kind use again: programs, and the choice of a backend.
     """
 
     placement: Placement
@@ -56,9 +62,34 @@ class AttentionCall:
     spec: AttentionSpec
     heads: Heads
     score: Score
-    kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
     latent: LatentKeys | None = None
+    kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
     errors: list[Exception] = field(default_factory=list, repr=False)
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def with_values(
+        self, sinks: Tensor | None, alibi_slopes: Tensor | None, dropout_seed: int, device: torch.device
+    ) -> AttentionCall:
+        """A call of this kind with these values: ``sinks [h]``, ``alibi_slopes [h]`` or ``[b, h]``."""
+        made = object.__new__(AttentionCall)
+        made.__dict__.update(self.__dict__)
+        made.errors = []
+        if self.placement.sends:
+            made.kv_ready = ReadyEvents()
+        if self.spec.alibi_slopes is not None:
+            alibi_slopes = self.spec.slopes(self.heads, device)
+        if sinks is not None or alibi_slopes is not None or self.spec.dropout_p:
+            made.score = replace(
+                self.score,
+                alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach().float(),
+                sinks=None if sinks is None else sinks.detach(),
+                dropout_seed=dropout_seed,
+            )
+        return made
+
+    def with_latent(self, latent: LatentKeys) -> AttentionCall:
+        """This call in latent attention."""
+        return replace(self, latent=latent)
 
     def raise_error(self) -> None:
         """Raise the first error of a kernel.
@@ -75,7 +106,7 @@ class AttentionCall:
     ) -> AbstractContextManager[None]:
         """In the block, the ranks of the call exchange its messages. ``shapes`` are the shapes of q, k and v."""
         if not self.placement.sends:
-            return nullcontext()
+            return _NOTHING
         (batch, _, heads, dim), (_, _, kv_heads, _), (_, _, _, v_dim) = shapes
         what = batch, heads, dim, kv_heads, v_dim, dtype.itemsize, self.plan.checksum, spec_checksum(self.spec)
         return call(self.placement.sequence_group, direction, *what)
@@ -88,25 +119,22 @@ class AttentionCall:
         ``heads`` are the heads of these tensors, all or some of the call's. ``lse_gradient``: whether backward has a
         gradient of the log-sum-exp.
         """
-        heads, score, latent = heads or self.heads, self.score, self.latent
-        if heads != self.heads:
+        if heads is self.heads:
+            heads = None
+        if (key := (heads, lse_gradient)) not in self.kept:
+            choice = BackendChoice(self.spec.backend, q, self.spec.deterministic)
+            self.kept[key] = choice, kv_index(heads or self.heads)
+        choice, index = self.kept[key]
+        score, latent = self.score, self.latent
+        if heads is not None:
             at = heads.q_range(within=self.heads)
             score = score.heads(at.start, at.stop)
             latent = None if latent is None else latent.of(at)
         expansion: Expansion | None = latent
-        if latent is None and (index := kv_index(heads)) is not None:
+        if latent is None and index is not None:
             expansion = RepeatedHeads.of(index, q.device)
-        return Kernel(
-            self.spec.backend,
-            score,
-            q,
-            k,
-            self.v_head_dim(v.shape),
-            expansion,
-            lse_gradient=lse_gradient,
-            deterministic=self.spec.deterministic,
-            errors=self.errors,
-        )
+        v_head_dim = self.v_head_dim(v.shape)
+        return Kernel(choice, score, q, k, v_head_dim, expansion, lse_gradient=lse_gradient, errors=self.errors)
 
     def v_head_dim(self, v_shape: Sequence[int]) -> int:
         """The head_dim of the output, for ``v [b, k, n, e]`` as it is sent."""
@@ -119,6 +147,10 @@ class AttentionCall:
 
         The number of chunks is the same on all ranks, whatever the lengths of their shards.
         """
+        key = None if heads is self.heads else heads, attends, shares_memory
+        if key in self.kept:
+            program: Program = self.kept[key]
+            return program
         plan, chunks = self.plan, self.placement.chunks
         saves_memory = chunks is not None or (plan.gather and plan.per_host < plan.tokens.ring)
         if chunks is None and (shares_memory or plan.num_steps == 1):
@@ -127,13 +159,14 @@ class AttentionCall:
             nbytes = k.shape[0] * plan.longest * k.shape[2] * (k.shape[3] + v.shape[3]) * k.element_size()
             most = -(-_MAX_CHUNKS // (plan.num_steps - 1))
             chunks = min(most, nbytes // _MIN_CHUNK_BYTES.get(k.device.type, 8 << 20))
-        return plan.program(
+        program = self.kept[key] = plan.program(
             heads,
             max(1, chunks),
             attends=attends,
             prefetch=_MIN_PREFETCH_STEPS if saves_memory else _PREFETCH_STEPS,
             split_own=not shares_memory and self.latent is None,
         )
+        return program
 
 
 class Run:
@@ -171,7 +204,7 @@ class Run:
         """The K/V of each step."""
         return Transfers(self.steps, self.transport, k, v, self.kv_ready, self.plan.gather)
 
-    def returns(self, dk: Tensor, dv: Tensor) -> GradientReduce:
+    def returns(self, dk: Any, dv: Any) -> GradientReduce:
         """The way of the gradients back to the owners of the K/V."""
         return GradientReduce(self.transport, dk, dv, self.plan.gather)
 
@@ -194,16 +227,19 @@ class Run:
 
     def finish(self, carries: Carries | None) -> Carry:
         """``out [b, q, h, e]`` in q's dtype and ``lse [b, h, q]`` of all heads."""
+        if carries is not None and len(carries) == 1 and carries[0] is not None:
+            return carries[0]
         results = [carry for carry in carries or () if carry is not None]
-        if len(results) == 1:
-            return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
-    def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
         """Memory for dq and for the dk and dv of this rank's K/V, in float32 (float64 for float64).
 
-        It is zero for the heads to which ``backward`` adds before it has written them.
+        It is zero for the heads to which ``backward`` adds before it has written them. Gradients of a single step are
+        None: the kernel makes them, in any floating dtype.
         """
+        if len(self.backward_steps) == 1:
+            return [None, None, None]
         dq, dk, dv = (torch.empty_like(x, dtype=accumulator(q.dtype)) for x in (q, k, v))
         for step in self.backward_steps:
             if step.index == 0 and not step.new_dq:
@@ -213,17 +249,18 @@ class Run:
         return [dq, dk, dv]
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, dq: Tensor, dk: Tensor, dv: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, grads: list[Any], dk: Any, dv: Any
     ) -> None:
-        """Add the gradients of a step to ``dq``, ``dk`` and ``dv``, or write them where these are new."""
-        # In a step of all heads, dq is no view, and of own keys neither are dk and dv.
-        own_memory = step.q_heads is None and step.index == 0
-        grads = Grads(take_heads(dq, step.q_heads), dk, dv, step.new_dq, step.new_dkv, own_memory)
+        """Add the gradients of a step to ``grads[0]``, ``dk`` and ``dv``, or write them where these are new."""
+        of_step = Grads(take_heads(grads[0], step.q_heads), dk, dv, step.new_dq, step.new_dkv)
         if step.attends:
             seen = partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
-            self.kernel.backward(q, k, v, output, seen, grads, step.q_heads)
+            self.kernel.backward(q, k, v, output, seen, of_step, step.q_heads)
         else:
-            grads.zero_new_()
+            of_step.make(q, k, v)
+            of_step.zero_new_()
+        if grads[0] is None:
+            grads[:] = of_step.dq, of_step.dk, of_step.dv
 
 
 Carries = list[Carry | None]  # one for each chunk of heads

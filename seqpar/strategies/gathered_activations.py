@@ -37,7 +37,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from .operators import attention_gradients, compute, new_call
+from .operators import attention_gradients, compute
+from .prepare import new_call
 from .sequence_chunks import RowPiece, SequenceChunks
 from .tensor_sequence import all_gather_linear_backward, project
 
@@ -80,7 +81,7 @@ class GatheredAttention(torch.autograd.Function):
                 projections = project(x_chunks, x, (k_weight, v_weight), chunks)
             k, v = finish(*projections, *parameters)
             del projections
-            ctx.call = call = new_call(q, k, v, sinks, None, seed, *where)
+            ctx.call = call = new_call(q, k, v, sinks, None, seed, None, *where)
             out, lse, saved = compute(call, q, k, v)
         ctx.save_for_backward(saved[0], x, k_weight, v_weight, out, lse, *parameters)
         return out

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..kernels import select
+from ..kernels import BackendChoice
 from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
-from ..kernels.expansion import Expansion
+from ..kernels.expansion import ExpandedKV, Expansion
 from ..schedule.rows import KeyIntervals
 from .transfers import take_heads
 
@@ -28,19 +28,18 @@ class Kernel:
     send and to receive until the end of the call, where the error is raised.
 
     Args:
-        backend: "auto" or a backend's name.
+        choice: the backends that may compute them.
         score: how the scores of these heads are computed.
         q, k: ``[b, q, h, d]`` and ``[b, k, n, d]``, like all tensors of these heads.
         v_head_dim: the head_dim of the output.
         expansion: computes keys and values from the tensors that were sent; None if the keys and values were sent.
         lse_gradient: whether backward has a gradient of the log-sum-exp.
-        deterministic: whether gradients must be the same in every run.
         errors: where errors are noted, of all kernels of the call.
     """
 
     def __init__(
         self,
-        backend: str,
+        choice: BackendChoice,
         score: Score,
         q: Tensor,
         k: Tensor,
@@ -48,21 +47,14 @@ class Kernel:
         expansion: Expansion | None = None,
         *,
         lse_gradient: bool = False,
-        deterministic: bool = False,
         errors: list[Exception],
     ) -> None:
         self._score, self.v_head_dim, self._errors = score, v_head_dim, errors
         self.needs_positions = score.needs_positions
-        self._backend = select(
-            backend,
-            q,
-            k if expansion is None else q,
-            score,
-            lse_gradient=lse_gradient,
-            deterministic=deterministic,
-            expansion=expansion,
-            v_head_dim=v_head_dim,
-        )
+        expanded_k = k if expansion is None else q
+        self._backend = choice.backend(q, expanded_k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
+        if expansion is not None:
+            self._backend = ExpandedKV(self._backend, expansion)
 
     def forward(
         self,
@@ -140,13 +132,14 @@ class Kernel:
         if not self._errors:
             try:
                 if (intervals := seen()) is None:
+                    grads.make(q, k, v)
                     grads.zero_new_()
                 else:
                     self._backend.backward(q, k, v, output, intervals, score, grads)
                 return
             except Exception as error:
                 self._errors.append(error)
-        for x in grads[:3]:
+        for x in grads.make(q, k, v):
             x.fill_(torch.nan)
 
     def dsinks(self, output: OutputGrad) -> Tensor | None:

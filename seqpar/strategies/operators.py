@@ -4,8 +4,8 @@ A compiled function must not depend on values that change from step to step. The
 sharding and the ranks as opaque objects (``seqpar.compile_types``), which they read when they run. Checks, plans and
 communication are never traced. Only the constants in ``AttentionSpec`` are part of the compiled function.
 
-Eager code calls the same operators. There, the autograd.Function of attention computes by itself
-instead of calling the operator again, and keeps its ``AttentionCall`` for backward.
+In eager code, the autograd.Function of attention computes by itself instead of calling the operator, and keeps its
+``AttentionCall`` for backward.
 
 Shapes: b batch, s tokens of this rank, t tokens of the ulysses group, h query heads, n KV heads, d head_dim of q
 and k, e head_dim of v.
@@ -14,115 +14,28 @@ and k, e head_dim of v.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..base.checks import no_compile
 from ..base.compile_types import unwrap
 from ..base.library import operator
-from ..comm.handshake import Fingerprint, all_gather_header
-from ..comm.trace import count_choice
-from ..kernels.base import Score, accumulator
-from ..masks.mask import Mask, check_rows, layer_mask
-from ..placement.heads import Heads
-from ..placement.layout import check_length
-from ..placement.placement import ParallelContext, Placement
-from ..schedule.plan import attention_plan
-from ..sharding.same_rows import check_layouts
+from ..kernels.base import accumulator
+from ..masks.mask import Mask
+from ..placement.placement import ParallelContext
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
 from .algorithm import Shapes
 from .algorithms import algorithm_of
+from .autograd import once_differentiable, without_autocast
 from .call import AttentionCall
 from .latent import LatentKeys, value_dim
+from .prepare import new_call, prepared_backward
 from .seed import check_seed_is_kept
-
-
-class _SeedHeader(NamedTuple):
-    seed: int
-    layout: Fingerprint
-
-
-def make_call(
-    head_dim: int,
-    heads: Heads,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dropout_seed: int,
-    mask: Mask,
-    placement: Placement,
-    spec: AttentionSpec,
-    device: torch.device,
-) -> AttentionCall:
-    """The call for checked and resolved arguments. Every attention call of the package is made here."""
-    if spec.layer_mask is not None:
-        mask = layer_mask(mask, *spec.layer_mask)
-    if spec.alibi_slopes is not None:
-        alibi_slopes = spec.slopes(heads, device)
-    return AttentionCall(
-        placement=placement,
-        plan=attention_plan(mask, *placement.plan_arguments),
-        spec=spec,
-        heads=heads,
-        score=Score(
-            softmax_scale=head_dim**-0.5 if spec.softmax_scale is None else spec.softmax_scale,
-            softcap=spec.softcap,
-            alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach().float(),
-            sinks=None if sinks is None else sinks.detach(),
-            dropout_p=spec.dropout_p,
-            dropout_seed=dropout_seed,
-            head_offset=heads.queries.start,
-        ),
-    )
-
-
-def new_call(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    seed: Tensor | None,
-    spec: AttentionSpec,
-    mask: Mask,
-    sharding: Sharding,
-    ranks: ParallelContext,
-) -> AttentionCall:
-    """The call of the operator, without the latent weight. With ``spec.draws_seed`` all ranks take rank 0's seed.
-
-    Raises:
-        ValueError: the tensors, which fit together, do not fit the mask or the sharding.
-    """
-    placement = sharding.place(spec, ranks)
-
-    def header() -> _SeedHeader:
-        tokens = placement.tokens
-        if tokens.replicated and not k.shape[1] == v.shape[1] == tokens.seq_len:
-            raise ValueError(
-                f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {tokens.seq_len} of the sequence"
-            )
-        check_rows(mask, "q", q)
-        mask.check_length(tokens.seq_len)
-        if q.shape[1] != placement.length:
-            check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
-        seed_now = 0 if seed is None else int(seed.item())  # on the host: a GPU is not waited for
-        return _SeedHeader(seed_now, sharding.checksum if spec.draws_seed else Fingerprint(0))
-
-    if spec.draws_seed:
-        headers = all_gather_header(header, sharding.sequence_group)
-        check_layouts(headers)
-        agreed = headers[0]
-    else:
-        agreed = header()
-    heads = spec.heads(q.shape, k.shape)
-    call = make_call(q.shape[3], heads, sinks, alibi_slopes, agreed.seed, mask, placement, spec, q.device)
-    if placement.gather is None and placement.tokens.ring > 1:
-        count_choice("all_gather" if call.plan.gather else "p2p")
-    return call
 
 
 def compute(
@@ -130,10 +43,10 @@ def compute(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """``out``, ``lse`` and what backward needs, from the call's algorithm. ``call`` is without the latent weight."""
     if latent_weight is not None:
-        call = replace(call, latent=LatentKeys(latent_weight, q.shape[3] - v.shape[3]))
+        call = call.with_latent(LatentKeys(latent_weight, q.shape[3] - v.shape[3]))
     try:
-        exchange = call.on_ranks("forward", (q.shape, k.shape, v.shape), q.dtype)
-        with torch.autocast(q.device.type, enabled=False), exchange:  # float32 statistics stay float32
+        # Statistics stay float32 under autocast.
+        with without_autocast(q), call.on_ranks("forward", (q.shape, k.shape, v.shape), q.dtype):
             return algorithm_of(call.placement, call.heads).forward(call, q, k, v)
     finally:
         if call.errors:
@@ -148,8 +61,13 @@ class _DifferentiableAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Any:
-        """``out`` and ``lse``, and what else the operator returns where it is called."""
-        q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, *where = arguments
+        """``out`` and ``lse``, and what else the operator returns where it is called.
+
+        The arguments are the operator's tensors, and a tuple of its other arguments and of what ``prepared`` has
+        returned; None if it has not been called.
+        """
+        q, k, v, sinks, alibi_slopes, seed, latent_weight, (spec, mask, sharding, ranks, kind) = arguments
+        where = mask, sharding, ranks
         call, shapes = None, (q.shape, k.shape, v.shape)
         if spec.returns_saved or seen_by_dispatch_mode():
             tensors = sinks, alibi_slopes, seed, latent_weight
@@ -158,7 +76,7 @@ class _DifferentiableAttention(torch.autograd.Function):
             seed = results[-1] if spec.draws_seed else seed
             saved = results[2 : len(results) - spec.draws_seed] or (q, k, v, *results[:2])
         else:
-            call = new_call(q, k, v, sinks, alibi_slopes, seed, spec, *where)
+            call = new_call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, *where, kind)
             *results, saved = compute(call, q, k, v, latent_weight)
         ctx.set_materialize_grads(False)
         ctx.constants, ctx.shapes, ctx.call = (spec, *where), shapes, call
@@ -167,7 +85,7 @@ class _DifferentiableAttention(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:
         sinks, alibi_slopes, seed, latent_weight, *saved = ctx.saved_tensors
         needs_d_weight = latent_weight is not None and ctx.needs_input_grad[6]
@@ -182,7 +100,7 @@ class _DifferentiableAttention(torch.autograd.Function):
             )
             d_weight = others.pop() if needs_d_weight else None
             dsinks = others[0] if others else None
-        return dq, dk, dv, dsinks, None, None, d_weight, *[None] * 4
+        return dq, dk, dv, dsinks, None, None, d_weight, None
 
 
 def attention_gradients(
@@ -214,11 +132,11 @@ def attention_gradients(
     if latent_weight is not None:
         if needs_d_weight:
             d_weight = torch.zeros_like(latent_weight, dtype=accumulator(latent_weight.dtype))
-        call = replace(call, latent=LatentKeys(latent_weight, q_shape[3] - v_shape[3], d_weight))
+        call = call.with_latent(LatentKeys(latent_weight, q_shape[3] - v_shape[3], d_weight))
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
     dlse = dlse if call.spec.return_lse else None
     try:
-        with torch.autocast(like.device.type, enabled=False), call.on_ranks("backward", shapes, like.dtype):
+        with without_autocast(like), call.on_ranks("backward", shapes, like.dtype):
             algorithm = algorithm_of(call.placement, call.heads)
             dq, dk, dv, dsinks = algorithm.backward(call, saved, dout, dlse, shapes)
     finally:
@@ -247,7 +165,11 @@ def _fake_attention(*args: Any) -> list[Tensor]:
     return results
 
 
-@operator(fake=_fake_attention, autograd=_DifferentiableAttention.apply, computes=True)
+@operator(
+    fake=_fake_attention,
+    autograd=lambda *arguments: _DifferentiableAttention.apply(*arguments[:7], (*arguments[7:], None)),
+    computes=True,
+)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -276,7 +198,7 @@ def attention(
         ``out [b, s, h, e]``; ``lse [b, h, s]``, which may be empty unless ``spec.return_lse``; with
         ``spec.returns_saved`` the tensors of ``Algorithm.keep``; and with ``spec.draws_seed`` rank 0's seed.
     """
-    call = new_call(q, k, v, sinks, alibi_slopes, seed, spec, mask, sharding, ranks)
+    call = new_call(q, k, v, sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks)
     out, lse, saved = compute(call, q, k, v, latent_weight)
     results = [out, lse]
     if spec.returns_saved:
@@ -320,13 +242,12 @@ def attention_backward(
         sinks, alibi_slopes, seed, latent_weight, spec, mask, sharding, ranks: the forward's.
         needs_d_weight: whether the weight's gradient is returned.
     """
-    placement = sharding.place(spec, ranks)
-    heads = spec.heads(q_shape, k_shape)
-    device, dropout_seed = saved[0].device, 0 if seed is None else int(seed.item())
-    call = make_call(q_shape[3], heads, sinks, alibi_slopes, dropout_seed, mask, placement, spec, device)
     shapes, saved = (q_shape, k_shape, v_shape), [x.contiguous() for x in saved]
+    features = sinks is None, None if alibi_slopes is None else alibi_slopes.dim(), latent_weight is None
+    kind = prepared_backward(shapes, saved[0], features, spec, mask, sharding, ranks)
+    call = kind.with_values(sinks, alibi_slopes, 0 if seed is None else int(seed.item()), saved[0].device)
     out_dim = value_dim(latent_weight, q_shape, v_shape)
-    saved = algorithm_of(placement, heads).restore(call, saved, shapes, out_dim)
+    saved = algorithm_of(call.placement, call.heads).restore(call, saved, shapes, out_dim)
     gradients = attention_gradients(call, saved, dout, dlse, shapes, latent_weight, needs_d_weight)
     return [x.contiguous() for x in gradients if x is not None]
 
@@ -342,6 +263,10 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     if placement.tokens.replicated:
         return placement.tokens.all_gathered().rank_positions(0)
     return placement.tokens.rank_positions(placement.rank)
+
+
+# ``attention`` where nothing has to see an operator. After a graph break, torch.compile would trace what it calls.
+attention_in_eager = no_compile(lambda *arguments: _DifferentiableAttention.apply(*arguments))
 
 
 def seen_by_dispatch_mode() -> bool:

@@ -70,14 +70,14 @@ def ring_backward(
         q, k, v, out, lse: the arguments and the results of ``ring_forward``.
 
     Returns:
-        ``dq [b, q, h, d]``, ``dk [b, k, n, d]``, ``dv [b, k, n, e]`` and ``dsinks [h]`` (None without sinks), in
-        float32 (float64 for float64). ``dsinks`` is this rank's partial gradient.
+        ``dq [b, q, h, d]``, ``dk [b, k, n, d]``, ``dv [b, k, n, e]`` and ``dsinks [h]`` (None without sinks). Sums of
+        several steps are float32 (float64 for float64). ``dsinks`` is this rank's partial gradient.
     """
     output = run.kernel.output_grad(dout, dlse, out, lse)
-    dq, dk, dv = run.new_gradients(q, k, v)
-    with run.transfers(k, v) as kv, run.returns(dk, dv) as owners:
+    grads = run.new_gradients(q, k, v)  # [dq, dk, dv]
+    with run.transfers(k, v) as kv, run.returns(*grads[1:]) as owners:
         for step in run.backward_steps:  # own keys first; where messages are sent, half of the heads last
             # K/V are freed before the gradients are sent, which can then use their memory.
-            run.backward(q, *kv.wait(step), output, step, dq, *owners.buffers(step))
+            run.backward(q, *kv.wait(step), output, step, grads, *owners.buffers(step))
             owners.send(step)  # while the next step is computed
-    return dq, dk, dv, run.kernel.dsinks(output)
+    return *grads, run.kernel.dsinks(output)

@@ -32,7 +32,7 @@ class Transfers:
         self, steps: Sequence[Step], transport: Transport, k: Tensor, v: Tensor, ready: ReadyEvents, frees_first: bool
     ) -> None:
         self._steps, self._transport, self._kv, self._frees_first = steps, transport, (k, v), frees_first
-        self._stream = TransferStream((k, v), ready) if len(steps) > 1 else TransferStream()
+        self._stream = TransferStream((k, v), ready) if len(steps) > 1 else None
         self._local: dict[int, KeyValues] = {}  # this rank's rows, by chunk of heads
         self._intra_host: deque[Callable[[], KV]] = deque()
         self._inter_host: deque[Callable[[], Any]] = deque()
@@ -42,23 +42,27 @@ class Transfers:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
-        self._stream.release()
-        if error_type is not None:  # messages may still be packed from k and v, which the caller frees
-            self._stream.join()
+        if self._stream is not None:
+            self._stream.release()
+            if error_type is not None:  # messages may still be packed from k and v, which the caller frees
+                self._stream.join()
 
     def wait(self, step: Step) -> KV:
         """Post the messages that are due before this step's kernel, then wait for the step's K/V.
 
         In a step without keys for this rank, the K/V are this rank's own.
         """
-        if self._frees_first:
+        if self._stream is not None:
+            if self._frees_first:
+                self._stream.release()
+            if step.posts:
+                with self._stream.posting():
+                    for level, number in step.posts:
+                        self._post(level, self._steps[number])
             self._stream.release()
-        if step.posts:
-            with self._stream.posting():
-                for level, number in step.posts:
-                    self._post(level, self._steps[number])
-        self._stream.release()
-        return self._intra_host.popleft()() if step.index else take_kv(self._kv, step)
+        if step.index:
+            return self._intra_host.popleft()()
+        return self._kv if step.kv_heads is None else take_kv(self._kv, step)
 
     def _post(self, level: str, step: Step) -> None:
         chunk = step.chunks.start
@@ -83,12 +87,12 @@ class GradientReduce:
 
     Args:
         transport: sends the messages.
-        dk, dv: the gradients of this rank's K/V, to which received gradients are added.
+        dk, dv: the gradients of this rank's K/V, to which received gradients are added; None if none are received.
         gather: whether the plan is an all-gather. Its gradients are copied before they are sent. dk and dv are then two
             messages, so that dk is freed before dv is copied.
     """
 
-    def __init__(self, transport: Transport, dk: Tensor, dv: Tensor, gather: bool) -> None:
+    def __init__(self, transport: Transport, dk: Any, dv: Any, gather: bool) -> None:
         self._transport, self._dkv, self._gather = transport, (dk, dv), gather
         self._partial_dkv: list[Message] = []  # the gradients of the step that is computed now
         self._sent: Step | None = None

@@ -143,7 +143,7 @@ def ulysses_backward(
         if chunk.has_kv:
             kv_slices, sum_dkv = chunk.kv_slices, chunk_dkv
         else:
-            sum_dkv = [x + y for x, y in zip(sum_dkv, chunk_dkv, strict=True)]
+            sum_dkv = [x.to(accumulator(x.dtype)) + y for x, y in zip(sum_dkv, chunk_dkv, strict=True)]
         if i + 1 == len(chunks) or chunks[i + 1].has_kv:
             sum_dk, sum_dv = (x.to(kv_dtype) for x in sum_dkv)
             outgoing[-1].append(exchange.to_sequence(kv_slices, (sum_dk, dk), (sum_dv, dv)))

@@ -21,7 +21,7 @@ from seqpar.placement.layout import LAYOUTS, Layout, TokenLayout
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.sharding.spec import AttentionSpec
 from seqpar.strategies import call as calls
-from seqpar.strategies import local, ring, transport
+from seqpar.strategies import ring, transport
 from seqpar.strategies.call import AttentionCall, Run
 
 from ..nccl import Group, HangError, Operation, run
@@ -67,7 +67,7 @@ def messages_of(plan: AttentionPlan, fails_after: int | None = None) -> list[Gro
         mock.patch.dict(calls._MIN_CHUNK_BYTES, cpu=1),
         mock.patch.object(transport, "exchange", record),
         mock.patch.object(calls, "links_of", return_value=links),
-        mock.patch.object(local, "select", return_value=stub),
+        mock.patch.object(calls, "BackendChoice", return_value=SimpleNamespace(backend=lambda *args, **options: stub)),
     ):
         run = Run(call, heads, x, x, x)
         ring.ring_forward(run, x, x, x)

@@ -50,7 +50,7 @@ class Kernels:
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, output: Any, intervals: Any, score: Any, grads: Grads) -> None:
-        self._run("gradients", [q, k, v, *(x for x in output if x is not None)], grads[:3])
+        self._run("gradients", [q, k, v, *(x for x in output if x is not None)], grads.make(q, k, v))
 
 
 @contextmanager
@@ -101,7 +101,7 @@ def attend(
         return operators._DifferentiableAttention.forward(context, *args)
 
     with (
-        mock.patch.object(operators, "attention", forward),
+        mock.patch.object(operators, "attention_in_eager", forward),
         mock.patch("seqpar.strategies.operators._get_current_dispatch_mode", return_value=None),
     ):
         for _ in range(layers):

@@ -369,7 +369,7 @@ KEPT: dict[str, str] = {
     "hf.state": "Patch DecodeShard forwards shards_text_model",
     "hf.inspection.trial": "Trial.scalings",
     "hf.verification.recording": "Recording.inputs Recording.tensors Recording.gradients Recording.options",
-    "kernels": "_warn_of_reference",
+    "kernels": "BackendChoice._supports _warn_of_reference",
     "kernels.bands": "KernelCall.longest KernelCall.has_gaps",
     "kernels.block_lists": "interval_arguments _interval_mask",
     "kernels.elementwise": "targeted _no_interpreter _installed",
@@ -415,11 +415,14 @@ KEPT: dict[str, str] = {
     "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
     "sharding.same_rows": "_calls",
     "sharding.sharding": (
-        "Sharding._placements Sharding.chunks Sharding.tokens Sharding.grain Sharding.sequence_ranks Sharding.lengths "
-        "Sharding.checksum Sharding.seq_local"
+        "Sharding._placements Sharding.calls Sharding.calls Sharding.chunks Sharding.tokens Sharding.grain "
+        "Sharding.sequence_ranks Sharding.lengths Sharding.checksum Sharding.seq_local"
     ),
     "sharding.spec": "AttentionSpec.slopes spec_checksum _cached",
     "strategies.attend": "_HEADS",
+    "strategies.call": "AttentionCall",
+    "functional": "_sharding_of_one_rank",
+    "kernels.base": "Score.needs_positions",
     "kernels.expansion": "RepeatedHeads.of",
     "strategies.head_exchange": (
         "HeadChunk.heads HeadChunk.query_slices HeadChunk.kv_slices HeadExchange.rank HeadExchange.lengths "

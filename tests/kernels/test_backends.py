@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, BackendName, _warn_of_reference, select
+from seqpar.kernels import BACKENDS, BackendChoice, BackendName, _warn_of_reference
 from seqpar.kernels.base import Score
 from seqpar.kernels.elementwise import interpreted, targeted
 from seqpar.kernels.reference import ReferenceBackend
@@ -84,7 +84,7 @@ def test_a_gpu_left_with_the_reference_warns_once(gpu: FakeTensorMode, monkeypat
 
     def chosen(name: str, dtype: torch.dtype, head_dim: int = 64) -> str:
         q = torch.empty(1, 8, 2, head_dim, dtype=dtype, device="cuda")
-        return select(name, q, q, Score(1.0)).name
+        return BackendChoice(name, q).backend(q, q, Score(1.0)).name
 
     with pytest.warns(RuntimeWarning, match=r"triton: torch.float64 \(float16, bfloat16 and float32 only\)") as warned:
         assert [chosen("auto", torch.float64) for _ in range(2)] == ["reference"] * 2
@@ -107,7 +107,7 @@ def test_wide_heads_on_a_gpu_run_on_triton(
 
     def chosen(head_dim: int, v_head_dim: int, dtype: torch.dtype = torch.bfloat16) -> str:
         q, k = (torch.empty(1, 8, heads, head_dim, dtype=dtype, device="cuda") for heads in (16, 1))
-        return select("auto", q, k, Score(1.0), v_head_dim=v_head_dim).name
+        return BackendChoice("auto", q).backend(q, k, Score(1.0), v_head_dim=v_head_dim).name
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -176,7 +176,7 @@ def test_triton_is_made_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonBackend, "unsupported", lambda self, q, k, score, **_: None)
     q = torch.zeros(1, 4, 2, 8)
     for deterministic in (False, True):
-        backend = select("triton", q, q, Score(1.0), deterministic=deterministic)
+        backend = BackendChoice("triton", q, deterministic).backend(q, q, Score(1.0))
         assert isinstance(backend, TritonBackend) and backend.deterministic == deterministic
 
 

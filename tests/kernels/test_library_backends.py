@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, _fallback, _warn_of_reference, block_lists, flash, order, select
+from seqpar.kernels import BACKENDS, BackendChoice, _fallback, _warn_of_reference, block_lists, flash, order
 from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.elementwise import interpreted
@@ -59,7 +59,7 @@ def ring_of(
     q, k, v, dout = (tensors[x] for x in ("q", "k", "v", "dout"))
     mask = problem.arguments()["mask"]
     score = Score(problem.softmax_scale or problem.head_dim**-0.5, problem.softcap, sinks=tensors.get("sinks"))
-    backend = select(name, q, k, score) if name == "auto" else BACKENDS[name]
+    backend = BackendChoice(name, q).backend(q, k, score) if name == "auto" else BACKENDS[name]
     assert backend.unavailable() is None
     assert backend.unsupported(q, k, score, lse_gradient=False, v_head_dim=v.shape[3]) is None
     if deterministic:
@@ -156,8 +156,10 @@ def test_softcap_and_determinism(name: str) -> None:
         check(ring_of(name, problem, 2, "zigzag", deterministic=True), problem)
         assert kernels.calls["deterministic"] > 2
         q, k = (problem.tensors()[x] for x in "qk")
-        assert select(name, q, k, Score(1.0), deterministic=True).deterministic
-        assert select("flash", q, k, Score(1.0), deterministic=True).name != "flash"  # PyTorch's has no choice
+        assert BackendChoice(name, q, deterministic=True).backend(q, k, Score(1.0)).deterministic
+        assert (
+            BackendChoice("flash", q, deterministic=True).backend(q, k, Score(1.0)).name != "flash"
+        )  # PyTorch's has no choice
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
@@ -359,7 +361,7 @@ def test_auto_merges_the_steps_of_a_library(rules: str, monkeypatch: pytest.Monk
     with stand_ins() as kernels, seqpar.trace() as traced:
         check(ring_of("auto", problem, 4, "zigzag"), problem)
         q, k = (problem.tensors()[x] for x in "qk")
-        assert select("auto", q, k, Score(1.0), deterministic=True).name == "cpu"
+        assert BackendChoice("auto", q, deterministic=True).backend(q, k, Score(1.0)).name == "cpu"
     assert kernels.calls["forward"] and traced.backends["cudnn"]
     assert ("reference" in traced.backends) == (rules != "causal")  # in the place of triton on a CPU
 
@@ -492,7 +494,7 @@ def test_values_of_another_head_dim(name: str) -> None:
     with stand_ins(), mock.patch.object(torch.backends.cudnn, "version", return_value=91100):
         backend = BACKENDS[name]
         assert backend.unsupported(q, k, score, lse_gradient=False, v_head_dim=128) is None
-        assert select(name, q, k, score, v_head_dim=128).name == name
+        assert BackendChoice(name, q).backend(q, k, score, v_head_dim=128).name == name
         found = {}
         plan = attention_plan(mask, TokenLayout(24, "contiguous", ring=2), 1)
         first: Any = plan.intervals(0, CPU)

@@ -143,14 +143,14 @@ BATCH, HEAD_DIM, V_HEAD_DIM, PER_HOST = 2, 8, 4, 8
 class Idle:
     """A backend that computes nothing, so that 1,024 steps take no time."""
 
-    reads_delta = False
+    name, deterministic, reads_delta = "idle", True, False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         batch, tokens, heads, _d = q.shape
         return q.new_empty(batch, tokens, heads, v.shape[3]), q.new_empty(batch, heads, tokens, dtype=torch.float32)
 
-    def backward(self, *_: Any, **__: Any) -> None:
-        pass
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+        others[-1].make(q, k, v)  # the gradients
 
 
 def counted(group: ProcessGroup, mask: Mask, layout: Any, tokens: int, heads: int, options: Any) -> list[Any]:
@@ -169,7 +169,7 @@ def counted(group: ProcessGroup, mask: Mask, layout: Any, tokens: int, heads: in
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Idle())
+    monkeypatch.setattr("seqpar.kernels.BackendChoice.backend", lambda *_, **__: Idle())
     tokens = 4 * world
     masks = {
         "full": Mask.full(),
@@ -213,11 +213,7 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
 def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, tokens, heads, rank, nope, e, width, rope = 16, 128, 16, 9, 8, 4, 12, 2
 
-    class Expanding(Idle):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-            return super().forward(q, k, v.new_empty(*v.shape[:3], e))
-
-    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Expanding())
+    monkeypatch.setattr("seqpar.kernels.BackendChoice.backend", lambda *_, **__: Idle())
     ulysses = world if strategy == "ulysses" else STRATEGIES[strategy].get("ulysses_size", 1)
     with simulated(world, rank, PER_HOST, monkeypatch) as group:
         sharding = seqpar.Sharding(tokens, "zigzag", group=group)
@@ -244,7 +240,7 @@ def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bytes_of_groups_of_heads(strategy: str, checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a layer whose K/V heads are shared by ranks of an all-to-all, more so in groups of heads."""
-    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Idle())
+    monkeypatch.setattr("seqpar.kernels.BackendChoice.backend", lambda *_, **__: Idle())
     world, heads, kv_heads, tokens = 4, 8, 4, 64
     options = {**STRATEGIES[strategy], **({"ulysses_size": 2} if strategy == "hybrid" else {})}
     with simulated(world, world - 1, PER_HOST, monkeypatch) as group:
@@ -282,7 +278,7 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
     kv_heads: int, mask: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What noise cannot hide: the order by what a rank sends, and the order by what the slowest computes."""
-    monkeypatch.setattr("seqpar.strategies.local.select", lambda *_, **__: Idle())
+    monkeypatch.setattr("seqpar.kernels.BackendChoice.backend", lambda *_, **__: Idle())
     world, tokens, rank = 8, 512, 5
     planned, runtime = {}, {}
     for name, options in STRATEGIES.items():
