@@ -12,7 +12,8 @@ from math import isfinite
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.distributed.tensor import DTensor
+
+from .sharded import is_dtensor
 
 # Decorates functions that torch.compile must not trace, such as those that communicate. Unlike torch.compiler.disable,
 # it keeps signatures, and it imports the compiler (which takes half a second) only at the first call.
@@ -120,7 +121,7 @@ def check_dropout(value: object) -> float:
 
 def check_dense(name: str, x: Tensor) -> None:
     """Raise unless ``x`` holds one rank's dense numbers, outside of torch.func's transforms."""
-    if isinstance(x, DTensor):
+    if is_dtensor(x):
         raise TypeError(
             f"{name}: a DTensor; expected a plain tensor: pass {name}.to_local() if it has the tokens and the heads "
             f"that this rank computes, otherwise shard {name}.full_tensor()"
@@ -147,7 +148,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, latent_weight: Tensor | None) 
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor [batch, seq, heads, head_dim], got {type(x).__name__}")
-        if transformed or isinstance(x, DTensor) or x.is_nested or x.layout is not torch.strided or x.is_meta:
+        if transformed or is_dtensor(x) or x.is_nested or x.layout is not torch.strided or x.is_meta:
             check_dense(name, x)  # says why it is refused
         if x.dim() != 4:
             raise ValueError(
@@ -231,7 +232,7 @@ def check_hidden(x: Tensor, hidden_size: int, linear: nn.Module) -> None:
     if x.dtype not in DTYPES:
         raise TypeError(f"x_local: dtype {x.dtype}; convert to float32, bfloat16, float16 or float64")
     plain = isinstance(linear, nn.Linear) and linear.weight.dtype in DTYPES
-    if plain and isinstance(linear.weight, DTensor):
+    if plain and is_dtensor(linear.weight):
         plain = hasattr(linear, "local_weight")  # a tensor-parallel layer, otherwise FSDP
     if not plain or torch.is_autocast_enabled(x.device.type):
         # Autocast converts the input itself, and so may modules that replace nn.Linear (FSDP, LoRA, quantised weights).

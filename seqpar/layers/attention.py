@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ..base.checks import (
     check_bool,
@@ -29,6 +28,7 @@ from ..base.checks import (
     has_length,
     no_compile,
 )
+from ..base.sharded import is_dtensor
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from ..decoding import KeyValueCache, check_cache
 from ..kernels import BACKENDS, BackendName, check_backend
@@ -431,7 +431,7 @@ class AttentionLayer(nn.Module):
         check_rows(mask, "x_local", x)
         if sharding is not None:
             linears = self.q_proj, self.k_proj, self.v_proj, self.o_proj
-            if self.strategy != "tp_sp" and DTensor in {type(x.weight) for x in linears}:
+            if self.strategy != "tp_sp" and any(is_dtensor(x.weight) for x in linears):
                 refuse_shards(self, sharding.sequence_group)
             sharding.check_local(x.shape[1])
             mask.check_length(sharding.seq_len)

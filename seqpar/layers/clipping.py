@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from ..base.checks import check_module
+from ..base.sharded import is_dtensor
 from ..comm.collectives import all_reduce
 from ..comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint
 from ..comm.waiting import operation
@@ -139,7 +139,7 @@ def _square_of_apart(
     square = torch.zeros((), dtype=torch.float64, device=device)
     for copies, tensors in by_copies.items():
         square = square + _sum_of_squares(tensors, torch.float64, device) / copies
-    alone = [p for p in parameters if apart[p] is None and not isinstance(p, DTensor)]
+    alone = [p for p in parameters if apart[p] is None and not is_dtensor(p)]
     own = [_sum_of_squares(x, torch.float64, device) for x in ([p.grad for p in alone if p.grad is not None], alone)]
     numbers = torch.zeros(size_of(ranks), 3, dtype=torch.float64, device=device)
     numbers[rank_in(ranks)] = torch.stack([square, *own])
@@ -161,7 +161,7 @@ def _square_of_apart(
 def _copies(p: nn.Parameter, holders: ProcessGroup | None) -> int:
     """How many ranks hold the same elements of ``p``."""
     copies = size_of(holders)
-    if isinstance(p, DTensor):
+    if is_dtensor(p):
         for i, place in enumerate(p.placements):
             of_mesh = p.device_mesh.get_group(i)
             if place.is_replicate() and (holders is None or not shares_ranks(of_mesh, holders)):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..base.checks import check_choice
+from ..base.sharded import is_dtensor
 from ..decoding import KeyValueCache
 from ..masks.mask import Mask
 from ..sharding.sharding import Sharding
@@ -81,7 +81,7 @@ class ContextParallelAttention(AttentionLayer):
             return
         for name, plain in (("k_proj", nn.Linear), ("v_proj", nn.Linear), ("k_norm", nn.RMSNorm)):
             module = getattr(self, name)
-            if module is not None and (type(module) is not plain or isinstance(module.weight, DTensor)):
+            if module is not None and (type(module) is not plain or is_dtensor(module.weight)):
                 raise TypeError(
                     f"{name}={type(module).__name__}: gather='activations' computes keys and values from the weights "
                     f"of a plain nn.{plain.__name__}, and would leave out what this module does besides; use "

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..base.checks import check_choice, check_module
+from ..base.sharded import is_dtensor
 from ..comm.collectives import all_reduce, run
 from ..comm.handshake import Fingerprint, all_gather_header, fingerprint, propagate_errors
 from ..comm.waiting import operation
@@ -263,8 +263,8 @@ def _kind_of_gradient(name: str, p: nn.Parameter) -> int:
         return 0
     if p.grad.layout != torch.strided:
         raise TypeError(f"{name}: expected a dense gradient, got {p.grad.layout}; for nn.Embedding, pass sparse=False")
-    if isinstance(p, DTensor) and (not isinstance(p.grad, DTensor) or p.grad.placements != p.placements):
-        placed = p.grad.placements if isinstance(p.grad, DTensor) else "a plain tensor"
+    if is_dtensor(p) and (not is_dtensor(p.grad) or p.grad.placements != p.placements):
+        placed = p.grad.placements if is_dtensor(p.grad) else "a plain tensor"
         raise TypeError(
             f"{name}: the parameter is placed as {p.placements}, but its gradient as {placed}; redistribute the "
             "gradient first"

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
+from ..base.sharded import is_dtensor, is_flat_parameter, is_fsdp1, is_fsdp2
 from ..ranks.mesh import averaged_dimensions, dimension_group, global_ranks, shown, size_of
 
 # Parameters, or modules of parameters, that each rank holds alone; or each with the ranks that hold the same one.
@@ -51,18 +50,18 @@ def _left_out(module: nn.Module) -> list[str]:
     for wrapper in module.modules():
         if names := getattr(wrapper, "_ddp_params_and_buffers_to_ignore", ()):  # DDP's mark of the module in it
             found.update(p for name, p in wrapper.named_parameters() if name in names)
-        if isinstance(wrapper, FullyShardedDataParallel | FSDPModule):
+        if is_fsdp1(wrapper) or is_fsdp2(wrapper):
             assert isinstance(wrapper, nn.Module)
             found.update(p for p in wrapper.parameters() if not (p in gathered or is_flattened(p)))
     named = module.named_parameters()
-    return [name for name, p in named if p in found and p.requires_grad and not isinstance(p, DTensor)]
+    return [name for name, p in named if p in found and p.requires_grad and not is_dtensor(p)]
 
 
 def refuse_shards(module: nn.Module, ranks: ProcessGroup | None) -> None:
     """Raise if weights are used as shards on the ranks of a sequence, whose layers would add what belongs to different
     tokens. Weights that ``fully_shard`` gathers, and weights of this package's tensor-parallel layers, are right.
     """
-    sharded = {n: p for n, p in module.named_parameters() if isinstance(p, DTensor)}
+    sharded = {n: p for n, p in module.named_parameters() if is_dtensor(p)}
     if not sharded or size_of(ranks) == 1:
         return
     assert ranks is not None
@@ -86,7 +85,7 @@ def gathered_parameters(module: nn.Module) -> dict[nn.Parameter, list[ProcessGro
     """The parameters that ``fully_shard`` gathers for the forward, each with the groups of ranks that it works on."""
     found = {}
     for wrapper in module.modules():
-        if isinstance(wrapper, FSDPModule):
+        if is_fsdp2(wrapper):
             state = wrapper._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])  # several from torch 2.12 on
             for one in (p for group in groups if group is not None for p in group.fsdp_params):
@@ -123,11 +122,11 @@ def shard_groups(module: nn.Module) -> dict[nn.Parameter, list[ProcessGroup]]:
     """The parameters that are sharded, and the groups whose ranks hold the shards."""
     found: dict[nn.Parameter, list[ProcessGroup]] = {}
     for wrapper in module.modules():
-        if isinstance(wrapper, FullyShardedDataParallel):  # the innermost one holds a parameter
+        if is_fsdp1(wrapper):  # the innermost one holds a parameter
             assert wrapper.process_group is not None
             found |= {p: [wrapper.process_group] for p in wrapper.parameters() if is_flattened(p)}
     for name, p in module.named_parameters():
-        if isinstance(p, DTensor):
+        if is_dtensor(p):
             placements = enumerate(p.placements)
             found[p] = [p.device_mesh.get_group(i) for i, place in placements if not place.is_replicate()]
         elif p not in found and is_flattened(p):
@@ -137,7 +136,7 @@ def shard_groups(module: nn.Module) -> dict[nn.Parameter, list[ProcessGroup]]:
 
 def is_flattened(p: nn.Parameter) -> bool:
     """Whether FSDP1 has put ``p`` into a flat parameter, or it is one."""
-    return isinstance(p, FlatParameter) or getattr(p, "_fsdp_flattened", False)
+    return is_flat_parameter(p) or getattr(p, "_fsdp_flattened", False)
 
 
 def shares_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
@@ -145,7 +144,7 @@ def shares_ranks(one: ProcessGroup, other: ProcessGroup) -> bool:
 
 
 def local_tensor(x: Tensor) -> Tensor:
-    return x._local_tensor if isinstance(x, DTensor) else x
+    return x._local_tensor if is_dtensor(x) else x
 
 
 def tensor_parallel_parameters(module: nn.Module) -> set[nn.Parameter]:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
+from ..base.sharded import is_dtensor
 from ..comm.collectives import run
 from ..ranks.mesh import global_ranks, size_of
 from ..ranks.rendezvous import group_timeout, store_all_gather
@@ -41,7 +41,7 @@ def run_step(step: Callable[[], Any], model: nn.Module) -> StepResult:
     gradients = {}
     for name, p in model.named_parameters():
         if (g := p.grad) is not None:
-            device = g.device_mesh.device_type if isinstance(g, DTensor) else "cpu"  # FSDP may offload its gradients
+            device = g.device_mesh.device_type if is_dtensor(g) else "cpu"  # FSDP may offload its gradients
             gradients[name] = g.detach().to(device, copy=True)
             p.grad = None
     return StepResult(float(loss.detach() if isinstance(loss, Tensor) else loss), gradients)
@@ -77,7 +77,7 @@ def compare_gradients(
 
     def pair(name: str) -> list[Tensor | None]:
         gradients = [x.gradients.get(name) for x in (ours, theirs)]
-        return [x.full_tensor().cpu() if isinstance(x, DTensor) else x for x in gradients]
+        return [x.full_tensor().cpu() if is_dtensor(x) else x for x in gradients]
 
     if held is not None:
         lacking = all_gather_values([name for name in theirs.gradients if name not in held], group)

@@ -108,6 +108,7 @@ def test_importing_is_light_and_finds_the_kernels() -> None:
     """
     commands = ["triton", "matplotlib", "rich", "typer"]
     heavy = [*commands, "transformers", "accelerate", "flash_attn", "pandas", "seqpar.megatron"]
+    heavy += ["sympy", "torch.distributed.tensor", "torch.distributed.fsdp"]
     program = f"""
 import sys, torch
 before = set(sys.modules)
