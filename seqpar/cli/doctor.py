@@ -28,7 +28,6 @@ from ..functional import attention
 from ..kernels import BACKENDS, BackendName, backends
 from ..layers import LocalAttention
 from ..masks.mask import Mask
-from ..megatron import MegatronAttention
 from ..placement.strategies import STRATEGIES, compared_options
 from ..ranks.mesh import ranks_by_host
 from ..ranks.startup import LAUNCH_ORDER
@@ -305,6 +304,8 @@ def _one_device(inputs: list[Tensor], mask: Mask) -> list[Tensor]:
 
 def _check_layer(tokens: int, group: ProcessGroup, device: torch.device) -> Check:
     """Compare ``MegatronAttention`` with the same layer on one device in float64."""
+    from ..megatron import MegatronAttention  # it imports DTensor, which takes as long as torch
+
     dtype, hidden, kv_heads, head_dim = measured_dtype(device), 64, 2, 16
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(2, tokens, hidden, generator=generator).to(dtype) for _ in range(2))
