@@ -132,7 +132,7 @@ class FlashAttention2Backend(PackageBackend):
     """FlashAttention-2, the package flash-attn from 2.7 on."""
 
     name = "flash_attn"
-    module, install = "flash_attn.flash_attn_interface", "pip install seqpar[flash]"
+    module, install = "flash_attn.flash_attn_interface", "pip install 'seqpar[flash]'"
     hub = ("kernels-community/flash-attn2", 4)
     required: ClassVar = {
         "_flash_attn_forward": ("window_size_left",),
@@ -195,7 +195,7 @@ class FlashAttention4Backend(PackageBackend):
     """FlashAttention-4, the package flash-attn-4. It takes key intervals if a step has more than a few bands."""
 
     name = "flash_attn_4"
-    module, install = "flash_attn.cute.interface", "pip install --pre seqpar[flash4]"
+    module, install = "flash_attn.cute.interface", "pip install --pre 'seqpar[flash4]'"
     hub = ("kernels-community/flash-attn4", 0)
     required: ClassVar = {
         "_flash_attn_fwd": ("softmax_scale", "window_size_left", "return_lse", "cu_seqlens_q"),
@@ -278,14 +278,14 @@ def _load(module: str, install: str, hub: tuple[str, int]) -> ModuleType | str:
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(top)
         why = "not installed" if missing else f"its import failed: {type(error).__name__}: {error}"
     if not switch(HUB_VARIABLE):
-        prebuilt = f"or pip install seqpar[hub] and set {HUB_VARIABLE}=1 for prebuilt kernels of {hub[0]}"
+        prebuilt = f"or pip install 'seqpar[hub]' and set {HUB_VARIABLE}=1 for prebuilt kernels of {hub[0]}"
         return f"{module}: {why} ({install}; {prebuilt})"
     return _load_from_hub(module.split(".")[-1], *hub)
 
 
 def _load_from_hub(module: str, repository: str, version: int) -> ModuleType | str:
     if find_spec("kernels") is None:
-        return f"{HUB_VARIABLE}=1, but the package kernels is not installed (pip install seqpar[hub])"
+        return f"{HUB_VARIABLE}=1, but the package kernels is not installed (pip install 'seqpar[hub]')"
     try:
         from kernels import get_kernel
 

@@ -112,7 +112,7 @@ def test_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr("seqpar.kernels.flash._no_cuda", lambda: None)
     monkeypatch.setenv("COLUMNS", "400")
     assert exit_code("doctor", "--no-measure", "--no-check") == 0
-    assert "(pip install --pre seqpar[flash4];" in capsys.readouterr().out
+    assert "(pip install --pre 'seqpar[flash4]';" in capsys.readouterr().out
 
 
 def test_communicators_on_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

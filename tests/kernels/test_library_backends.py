@@ -234,9 +234,9 @@ def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     flash._load.cache_clear()
     try:
         expected = {
-            "flash_attn": r"not installed \(pip install seqpar\[flash\]; or pip install seqpar\[hub\] and set",
+            "flash_attn": r"not installed \(pip install 'seqpar\[flash\]'; or pip install 'seqpar\[hub\]' and set",
             "flash_attn_3": "not installed .*build the folder hopper",
-            "flash_attn_4": r"not installed \(pip install --pre seqpar\[flash4\]; or pip install seqpar\[hub\]",
+            "flash_attn_4": r"not installed \(pip install --pre 'seqpar\[flash4\]'; or pip install 'seqpar\[hub\]'",
         }
         for name, reason in expected.items():
             found = BACKENDS[name].unavailable()
