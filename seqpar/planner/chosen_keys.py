@@ -35,6 +35,11 @@ class ChosenKeys(SelfAttention):
     index_heads: int = 0
     index_dim: int = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.kv_rank:
+            raise ValueError("model: kv_rank=0: expected latent attention, as indexers are modelled for it only")
+
     @property
     def index_weights(self) -> int:
         """Number of weights of the indexer: to its queries, to its key, and to the weights of its heads."""

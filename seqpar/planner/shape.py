@@ -21,7 +21,11 @@ class Layer:
 
     Attributes:
         count: their number.
-        parts: what they compute, in this order.
+        parts: what they compute, in this order, with one self-attention at most.
+
+    Raises:
+        TypeError: ``parts`` are no parts of layers.
+        ValueError: there is no part, or more than one self-attention.
     """
 
     count: int
@@ -29,6 +33,11 @@ class Layer:
 
     def __post_init__(self) -> None:
         check_int("model: count", self.count, 1)
+        object.__setattr__(self, "parts", tuple(self.parts))
+        if not all(isinstance(part, LayerPart) for part in self.parts):
+            raise TypeError(f"model: parts={self.parts}: expected parts of layers, such as SelfAttention and Mlp")
+        if not self.parts or sum(isinstance(part, SelfAttention) for part in self.parts) > 1:
+            raise ValueError(f"model: parts={self.parts}: expected at least one part, and one self-attention at most")
 
     @property
     def blocks(self) -> list[tuple[LayerPart, ...]]:
@@ -79,6 +88,10 @@ class ModelShape:
     Raises:
         TypeError: a size is not an int.
         ValueError: a size is out of range, no layer has attention, or layers differ in their heads or hidden size.
+
+    Examples:
+        >>> layers = Layer(32, (SelfAttention(4096, 32, 8, 128), Mlp(4096, 14336)))
+        >>> ModelShape("llama3-8b", (layers,), vocab=128256)
     """
 
     name: str
@@ -90,6 +103,7 @@ class ModelShape:
     other_weights: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
         check_int("model: vocab", self.vocab, 0)
         check_int("model: other_weights", self.other_weights, 0)
         attention = [x.attention for x in self.layers if x.attention]

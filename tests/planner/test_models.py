@@ -16,6 +16,7 @@ import torch
 import seqpar
 from seqpar import Mask
 from seqpar.planner.attention import SelfAttention
+from seqpar.planner.chosen_keys import ChosenKeys
 from seqpar.planner.hardware import hardware_of
 from seqpar.planner.mlp import Mlp
 from seqpar.planner.model import MODELS, model_of
@@ -261,6 +262,10 @@ PARTS = SelfAttention(64, 4, 2, 16), Mlp(64, 96)
         (lambda: Mlp(64, 96, True, 4, 5), "active_experts=5: expected at least 1 and at most experts=4"),
         (lambda: Mlp(64, 96, experts=4), "active_experts=0: expected at least 1"),
         (lambda: Layer(0, PARTS), "count=0: expected at least 1"),
+        (lambda: Layer(1, ()), "at least one part"),
+        (lambda: Layer(1, (PARTS[0], *PARTS)), "one self-attention at most"),
+        (lambda: ChosenKeys(64, 4, 4, 16, keys=8), "kv_rank=0: expected latent attention"),
+        (lambda: ChosenKeys(64, 4, 4, 16, kv_rank=8, keys=0), "keys=0: expected at least 1"),
         (lambda: ModelShape("m", (Layer(1, PARTS[1:]),), 64), "expected a layer with attention"),
         (lambda: ModelShape("m", (Layer(1, PARTS),), -1), "vocab=-1: expected at least 0"),
         (
@@ -275,6 +280,8 @@ def test_shapes_that_contradict_themselves_are_refused(make: Callable[[], Any], 
         make()
     with pytest.raises(TypeError, match=r"hidden=4096\.5: expected an int"):
         Mlp(4096.5, 64)
+    with pytest.raises(TypeError, match="expected parts of layers"):
+        Layer(1, (64,))
 
 
 def test_without_transformers_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
