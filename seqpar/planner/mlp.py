@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .part import LayerPart, PartRow
 from .rank import RankTimeline
@@ -28,6 +29,8 @@ class Mlp(LayerPart):
     experts: int = 0
     active_experts: int = 0
     shared_width: int = 0
+
+    mixes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,7 +65,6 @@ class Mlp(LayerPart):
             unused=matrices * self.hidden * idle * self.width,
             moved=moved * self._token_width + 4 * copies,  # of the activation, and of the copies to experts and back
             moved_backward=moved_backward * self._token_width + 8 * copies,
-            mixes=False,
             tensor_parallel=not self.experts,
             is_forecast=not self.experts,  # no published run names its settings well enough, except one of 1M tokens
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..base.checks import check_int
 from ..masks.mask import Mask
@@ -27,7 +27,6 @@ class PartRow(NamedTuple):
         flops: FLOPs besides the products with weights and self-attention.
         moved: elements that are read and written between the products, besides the part's own computation.
         moved_backward: the same in backward.
-        mixes: whether tokens see each other in it. Parts that mix tokens share one norm and one residual.
         tensor_parallel: whether the package has tensor-parallel layers for it.
         takes_memory: whether ``seqpar.Memory`` changes layers with it.
         is_forecast: whether the planner's forecasts have been compared with published runs with it.
@@ -40,7 +39,6 @@ class PartRow(NamedTuple):
     flops: float = 0.0
     moved: float = 0
     moved_backward: float = 0
-    mixes: bool = True
     tensor_parallel: bool = True
     takes_memory: bool = True
     is_forecast: bool = True
@@ -64,6 +62,7 @@ class LayerPart(ABC):
 
     Attributes:
         hidden: the hidden size.
+        mixes: whether tokens see each other in it. Parts that mix tokens share one norm and one residual.
 
     Raises:
         TypeError: a size is not an int.
@@ -71,6 +70,8 @@ class LayerPart(ABC):
     """
 
     hidden: int
+
+    mixes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -42,7 +42,7 @@ class Layer:
     @property
     def blocks(self) -> list[tuple[LayerPart, ...]]:
         """The parts that share a norm and a residual: those that mix tokens, and an MLP."""
-        return [tuple(parts) for _, parts in groupby(self.parts, lambda part: part.row.mixes)]
+        return [tuple(parts) for _, parts in groupby(self.parts, lambda part: part.mixes)]
 
     @property
     def attention(self) -> SelfAttention | None:
@@ -68,7 +68,7 @@ class Layer:
         for block in reversed(self.blocks):
             for part in reversed(block):
                 part.backward(rank)
-            rank.memory_bound("residual, norm", (5 if block[0].row.mixes else 8) * block[0].hidden)
+            rank.memory_bound("residual, norm", (5 if block[0].mixes else 8) * block[0].hidden)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class ModelShape:
     @property
     def hidden(self) -> int:
         """The hidden size."""
-        return self.attention.hidden
+        return self.layers[0].parts[0].hidden
 
     @property
     def attention(self) -> SelfAttention:

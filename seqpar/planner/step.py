@@ -201,7 +201,7 @@ class StepCost:
         total, compute = forward.seconds + backward.seconds, forward.compute + backward.compute
         if switches.tiled_mlp:  # backward computes the MLP's forward again
             rank = RankTimeline(split)
-            again = sum(sum(part.product_seconds(rank)) for part in layer.parts if not part.row.mixes)
+            again = sum(sum(part.product_seconds(rank)) for part in layer.parts if not part.mixes)
             total, compute = total + again, compute + again
         if switches.offload:  # to the host during forward, and back during backward
             copy = layer_activations(layer, split, replace(switches, head_groups=1))
