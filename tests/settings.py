@@ -9,7 +9,8 @@ from seqpar.planner import HARDWARE, Layer, Mlp, ModelShape, SelfAttention
 from seqpar.planner.part import LayerPart
 from seqpar.planner.rank import RankTimeline
 from seqpar.planner.setting import Setting
-from seqpar.planner.simulate import Result, Timeline
+from seqpar.planner.simulate import Result
+from seqpar.planner.split import BETWEEN, WITHIN
 
 A100, H100 = HARDWARE["a100"], HARDWARE["h100"]
 
@@ -37,14 +38,16 @@ def attention_shape(heads: int, kv_heads: int, head_dim: int, v_head_dim: int = 
     return decoder("attention", 1, hidden, heads, kv_heads, head_dim, 4 * hidden, 64, v_head_dim=v_head_dim)
 
 
-def attention_timeline(setting: Setting, backward: bool, *place: int) -> Timeline:
-    """Forward or backward of attention alone, on a rank with the indices ``place``, by default the slowest."""
-    rank = RankTimeline(setting, *place)
-    setting.model.attention.record(rank, backward)
-    return rank.timeline
+def attention(setting: Setting, *place: int, part: LayerPart | None = None) -> tuple[Result, Result]:
+    """Forward and backward of attention or of another part alone, on the rank ``place`` or on the slowest one."""
+    ranks = [RankTimeline(setting, *place) for _ in range(2)]
+    for rank, backward in zip(ranks, (False, True), strict=True):
+        (part or setting.model.attention).record(rank, backward)
+    forward, backward_ = (rank.timeline.run() for rank in ranks)
+    return forward, backward_
 
 
-def attention(setting: Setting) -> tuple[Result, Result]:
-    """Forward and backward of attention alone, on the slowest rank."""
-    forward, backward = (attention_timeline(setting, x).run() for x in (False, True))
-    return forward, backward
+def sent_bytes(setting: Setting, rank: int, part: LayerPart | None = None) -> list[tuple[int, int]]:
+    """What a rank sends inside its host and to others, in forward and in backward of attention or of another part."""
+    results = attention(setting, *divmod(rank, setting.ulysses), part=part)
+    return [(x.sent.get(WITHIN, 0), x.sent.get(BETWEEN, 0)) for x in results]

@@ -28,11 +28,11 @@ from seqpar.planner.model import MODELS, model_of
 from seqpar.planner.rank import RankTimeline
 from seqpar.planner.setting import Setting
 from seqpar.planner.shape import Layer, ModelShape
-from seqpar.planner.split import BETWEEN, WITHIN, Switches
+from seqpar.planner.split import WITHIN, Switches
 from seqpar.planner.step import StepCost, step
 
 from ..core.test_hosts import simulated
-from ..settings import H100, changed
+from ..settings import H100, changed, sent_bytes
 from ..strategies.test_activation_memory import saved_bytes
 
 SIZES: dict[str, Any] = {
@@ -292,12 +292,7 @@ def test_bytes_are_those_that_the_runtime_counts(
         for ring in (1, 2):
             ulysses = world // ring
             setting = Setting(gpus, mask, tokens, BATCH, model=shape, ring=ring, ulysses=ulysses, layout=layout)
-            found = []
-            for backward in (False, True):
-                timeline = RankTimeline(setting, rank // ulysses, rank % ulysses)
-                mixer.record(timeline, backward)
-                found.append((timeline.timeline.sent[WITHIN], timeline.timeline.sent[BETWEEN]))
-            assert found == expected, (layout, rank, ring)
+            assert sent_bytes(setting, rank, mixer) == expected, (layout, rank, ring)
 
 
 # Steps and plans

@@ -19,11 +19,11 @@ from seqpar.planner.pairs import computed_pairs, visible_pairs
 from seqpar.planner.rank import RankTimeline
 from seqpar.planner.setting import Setting
 from seqpar.planner.simulate import Task, Timeline, simulate
-from seqpar.planner.split import BETWEEN, WITHIN, Switches
+from seqpar.planner.split import Switches
 from seqpar.planner.step import step
 
 from ..core.test_hosts import simulated
-from ..settings import H100, attention, attention_shape, attention_timeline, decoder
+from ..settings import H100, attention, attention_shape, decoder, sent_bytes
 
 # The simulation
 
@@ -202,11 +202,7 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
             layout=layout,
             gather=strategy == "context_parallel",
         )
-        found = []
-        for backward in (False, True):
-            sent = attention_timeline(setting, backward, rank // ulysses, rank % ulysses).sent
-            found.append((sent[WITHIN], sent[BETWEEN]))
-        assert found == expected, name
+        assert sent_bytes(setting, rank) == expected, name
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -231,9 +227,7 @@ def test_latents_are_sent_as_the_runtime_sends_them(strategy: str, monkeypatch: 
         replace(H100, gpus_per_host=PER_HOST), Mask.causal(), tokens, BATCH, model=model, ring=world // ulysses,
         ulysses=ulysses, layout="zigzag", gather=strategy == "context_parallel",
     )  # fmt: skip
-    for is_backward, trace in ((False, forward), (True, backward)):
-        timeline = attention_timeline(setting, is_backward, rank // ulysses, rank % ulysses)
-        assert sum(timeline.sent.values()) == trace.bytes_sent
+    assert [*map(sum, sent_bytes(setting, rank))] == [forward.bytes_sent, backward.bytes_sent]
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "full"])
@@ -296,8 +290,7 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
             H100, mask, tokens, BATCH, model=attention_shape(8, kv_heads, HEAD_DIM), ring=sharding.ring,
             ulysses=ulysses, layout="zigzag", gather=name == "context_parallel", dtype=torch.float32,
         )  # fmt: skip
-        timelines = (attention_timeline(setting, x, rank // ulysses, rank % ulysses) for x in (False, True))
-        planned[name] = sum(sum(timeline.sent.values()) for timeline in timelines)
+        planned[name] = sum(map(sum, sent_bytes(setting, rank)))
     assert sorted(planned, key=lambda x: planned[x]) == sorted(runtime, key=lambda x: runtime[x])
     work = {}
     for layout in LAYOUTS:
