@@ -17,13 +17,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .base.checks import check_head_vector, check_inputs, no_compile
-from .comm.collectives import all_gather_single, run
-from .comm.trace import count_sent
+from .comm.collectives import start_all_gather
+from .comm.p2p import call
 from .comm.waiting import operation
 from .functional import attention
 from .kernels import BackendChoice
@@ -224,8 +223,10 @@ class _CachedKeys:
         self._buffers = GrowingBuffer(1), GrowingBuffer(1), GrowingBuffer(0)
 
     def append(self, k: Tensor, v: Tensor, positions: Tensor, group: ProcessGroup | None) -> None:
-        here = (positions % size_of(group) == rank_in(group)).nonzero().flatten()
-        new = *(x.index_select(1, here.to(x.device)) for x in (k, v)), positions[here]
+        new = k, v, positions
+        if (ranks := size_of(group)) > 1:
+            first = (rank_in(group) - int(positions[0])) % ranks  # of the new tokens that this rank caches
+            new = k[:, first::ranks], v[:, first::ranks], positions[first::ranks]
         old = self.k, self.v, self.positions
         self.k, self.v, self.positions = (b.append(x, y) for b, x, y in zip(self._buffers, old, new, strict=True))
         self.length += len(positions)
@@ -307,16 +308,20 @@ def attend_to_cached(
         queries = range(start + first, start + stop)
         parts: list[Carry] = []
         for part in _even_parts(heads):
-            q_at, kv_at = part.q_range(within=heads), part.kv_range(within=heads)
-            q_part, of_part = q[:, first:stop, q_at.start : q_at.stop], score.heads(q_at.start, q_at.stop)
-            k_part, v_part = (x[:, :, kv_at.start : kv_at.stop] for x in (k, v))
+            q_part, k_part, v_part, of_part = q[:, first:stop], k, v, score
+            if part is not heads:
+                q_at, kv_at = part.q_range(within=heads), part.kv_range(within=heads)
+                q_part, of_part = q_part[:, :, q_at.start : q_at.stop], score.heads(q_at.start, q_at.stop)
+                k_part, v_part = (x[:, :, kv_at.start : kv_at.stop] for x in (k, v))
             # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key
             # once, unless each of them has a slope of its own.
             g = 1 if score.needs_positions else len(part.queries) // len(part.kv)
             seen = partial(_key_intervals, mask, positions, queries, g, q.device, score.needs_positions, intervals)
             parts.append(_attend(q_part, k_part, v_part, seen, of_part, backend, g, errors))
-        merged = _merge_over_ranks(torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 1), group)
-        outs.append(finish(merged, score, q.dtype)[0])
+        acc, lse = parts[0]
+        if len(parts) > 1:
+            acc, lse = torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 1)
+        outs.append(finish(_merge_over_ranks(acc, lse, group), score, q.dtype)[0])
     if errors:
         raise errors[0]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -358,9 +363,10 @@ def _key_intervals(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, seen: Seen, score: Score, backend: str, g: int, errors: list[Exception]
 ) -> Carry:
-    q = rearrange(q, "b s (n g) d -> b (s g) n d", g=g)
+    q = q.unflatten(2, (-1, g)).transpose(2, 3).flatten(1, 2)  # [b, s * g, n, d]
     acc, lse = Kernel(BackendChoice(backend, q), score, q, k, v.shape[3], errors=errors).forward(q, k, v, seen)
-    return rearrange(acc, "b (s g) n d -> b s (n g) d", g=g), rearrange(lse, "b n (s g) -> b (n g) s", g=g)
+    acc, lse = acc.unflatten(1, (-1, g)).transpose(2, 3), lse.unflatten(2, (-1, g)).transpose(2, 3)
+    return acc.flatten(2, 3), lse.flatten(1, 2)  # [b, s, n * g, e], [b, n * g, s]
 
 
 @operation("attention of new tokens")
@@ -370,9 +376,9 @@ def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup | None) -> C
     if group is None or ranks == 1:
         return acc, lse
     packed = torch.cat([acc.flatten(), lse.flatten()])
-    gathered = packed.new_empty(ranks, len(packed))
-    run(all_gather_single, gathered.view(-1), packed, group=group)
-    count_sent(packed.nbytes * (ranks - 1), group, messages=ranks - 1)
+    with call(group, "attention of new tokens", packed.numel(), packed.itemsize):
+        gathered, pending = start_all_gather(packed, group)
+        pending.wait()
     parts = [(x[: acc.numel()].view(acc.shape), x[acc.numel() :].view(lse.shape)) for x in gathered]
     merged_acc, merged_lse = parts[0]
     for part_acc, part_lse in parts[1:]:

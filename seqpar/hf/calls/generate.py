@@ -70,7 +70,7 @@ def shard_generation(
         local, full_call = shard_call(model, prompt, has_images, seed=0)
         # With a cache, position_ids that restart start no document.
         local["seqpar"] = local["seqpar"].having(mask=padding)
-        _expect(cache, full_call.tokens[patch.rank], None, total)
+        _expect(cache, full_call.tokens[patch.rank], slice(None), total)
         return local, replace(full_call, fills_cache=True)
     if has_images and any(name.startswith(_MEDIA_ARGUMENTS) for name, x in kwargs.items() if x is not None):
         raise ValueError(
@@ -78,7 +78,7 @@ def shard_generation(
             "filled; pass all images to generate together with the first prompt"
         )
     positions = torch.arange(past, total, device="cpu")
-    cached_here = (positions % patch.ranks == patch.rank).nonzero().flatten()
+    cached_here = slice((patch.rank - past) % patch.ranks, None, patch.ranks)
     _expect(cache, positions[cached_here], cached_here, total)
     kwargs["seqpar"] = DecodeShard(cache, past, padding)
     return kwargs, None
@@ -133,17 +133,17 @@ class ShardedCacheLayer(DynamicLayer):
         # The global positions of ``keys``, increasing; and of the keys that the last ``update`` returned, before it
         # dropped keys outside the window.
         self.positions = self.attended = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._incoming: tuple[Tensor, Tensor | None, int] | None = None
+        self._incoming: tuple[Tensor, slice, int] | None = None
         self._make_buffers()
 
     def _make_buffers(self) -> None:
         self._key_buffer, self._value_buffer, self._position_buffer = (GrowingBuffer(dim) for dim in (2, 2, 0))
 
-    def expect(self, positions: Tensor, select_new: Tensor | None, total: int) -> None:
+    def expect(self, positions: Tensor, select_new: slice, total: int) -> None:
         """Set which tokens the next ``update`` appends, after which the full sequence has ``total`` tokens.
 
         ``positions`` are the tokens' global positions, int64. ``select_new`` are their indices among the tokens that
-        ``update`` gets, int64; None: all of them.
+        ``update`` gets.
         """
         self._incoming = positions, select_new, total
 
@@ -156,9 +156,7 @@ class ShardedCacheLayer(DynamicLayer):
             raise ValueError("cache: only the forward of its parallelized model can fill this cache")
         positions, select_new, total = self._incoming
         self._incoming = None
-        if select_new is not None:
-            index = select_new.to(key_states.device)
-            key_states, value_states = (x.index_select(2, index) for x in (key_states, value_states))
+        key_states, value_states = key_states[:, :, select_new], value_states[:, :, select_new]
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
             self.keys, self.values, self.positions = key_states, value_states, positions
@@ -242,7 +240,7 @@ def _is_shared(layer: Any) -> bool:
     return isinstance(layer, DummyLayer)
 
 
-def _expect(cache: Any, positions: Tensor, select_new: Tensor | None, total: int) -> None:
+def _expect(cache: Any, positions: Tensor, select_new: slice, total: int) -> None:
     for layer in cache.layers:
         if isinstance(layer, ShardedCacheLayer):
             layer.expect(positions, select_new, total)
