@@ -239,9 +239,8 @@ class GrowingBuffer:
         self.dim = dim
         self.buffer: Tensor | None = None
 
-    @torch.no_grad()
     def append(self, cached: Tensor, new: Tensor) -> Tensor:
-        """``cached`` followed by ``new`` along ``dim``, as a view of the buffer."""
+        """``cached`` followed by ``new`` along ``dim``, as a view of the buffer. Call it without gradients."""
         length, added = cached.shape[self.dim], new.shape[self.dim]
         buffer, start = self.buffer, self._start_of(cached)
         if buffer is None or start is None or start + length + added > buffer.shape[self.dim]:

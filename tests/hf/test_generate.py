@@ -152,7 +152,7 @@ def test_decode_memory_is_independent_of_cache_length(window: int | None) -> Non
     for cached in (1000, 50_000):
         layer = generate.ShardedCacheLayer(window)
         for start, stop in ((0, cached), (cached, cached + 1), (cached + 1, cached + 2)):
-            layer.expect(torch.arange(start, stop), None, stop)
+            layer.expect(torch.arange(start, stop), slice(None), stop)
             new = torch.ones(1, 2, stop - start, 8)
             with Allocations() as made:
                 keys, _ = layer.update(new, new)

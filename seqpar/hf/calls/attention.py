@@ -17,6 +17,7 @@ mask: in SDPA, if no token is padding and no window ends inside the row, and in 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -117,17 +118,18 @@ def attention_forward(
     query, key, value = _same_dtype(query, key, value)
     weight = None if weight is None else weight.to(query.dtype)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [b, s, h, d], [b, s, n, d] and [b, s, n, e]
-    spec = AttentionSpec(
-        strategy=patch.settings.strategy,
-        strategy_options=constants(patch.settings.options),
+    settings, compiling = patch.settings, torch.compiler.is_compiling()
+    spec = (AttentionSpec if compiling else _spec)(
+        strategy=settings.strategy,
+        strategy_options=constants(settings.options),
         softmax_scale=constant_float(scale),
         softcap=constant_float(softcap or 0.0),
         dropout_p=constant_float(dropout),
-        deterministic=patch.settings.deterministic,
-        backend=patch.settings.backend,
-        alibi_slopes=patch.settings.alibi_slopes,
+        deterministic=settings.deterministic,
+        backend=settings.backend,
+        alibi_slopes=settings.alibi_slopes,
         layer_mask=in_layer,
-        returns_saved=torch.compiler.is_compiling(),
+        returns_saved=compiling,
     )
     if isinstance(seqpar, DecodeShard):
         return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
@@ -140,6 +142,9 @@ def attention_forward(
         return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
     check_inputs(q, k, v, weight)
     return attend(q, k, v, spec, mask, sharding, sinks=s_aux, seed=seed, latent_weight=weight)[0], None
+
+
+_spec = lru_cache(maxsize=256, typed=True)(AttentionSpec)
 
 
 def scale_of(settings: Settings, scaling: float | None, layer: str) -> float | None:

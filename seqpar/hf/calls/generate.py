@@ -162,9 +162,10 @@ class ShardedCacheLayer(DynamicLayer):
             self.keys, self.values, self.positions = key_states, value_states, positions
             self.is_initialized = True
         else:
-            self.keys = self._key_buffer.append(self.keys, key_states)
-            self.values = self._value_buffer.append(self.values, value_states)
-            self.positions = self._position_buffer.append(self.positions, positions)
+            with torch.no_grad():
+                self.keys = self._key_buffer.append(self.keys, key_states)
+                self.values = self._value_buffer.append(self.values, value_states)
+                self.positions = self._position_buffer.append(self.positions, positions)
         self.total = total
         keys, values, self.attended = self.keys, self.values, self.positions
         if not self.record_past:

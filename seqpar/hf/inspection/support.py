@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import Parameter
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -105,13 +106,24 @@ def parameters_of(module: nn.Module) -> list[str]:
     names: dict[str, None] = {}
     variadic: list[str] = []  # such as kwargs
     for forward in (module.forward, *parents):
-        parameters = inspect.signature(forward).parameters
+        parameters = _parameters_of_function(getattr(forward, "__func__", forward))
         names.update(dict.fromkeys(x for x, p in parameters.items() if x != "self" and p.kind not in _VARIADIC))
         passes_on = [name for name, p in parameters.items() if p.kind is Parameter.VAR_KEYWORD]
         variadic += passes_on
         if not passes_on:
             break
     return [*names, *variadic]
+
+
+# By function: its parameters. ``inspect.signature`` takes as long as a layer's attention of one token.
+_parameters: WeakKeyDictionary[Any, Mapping[str, Parameter]] = WeakKeyDictionary()
+
+
+def _parameters_of_function(function: Any) -> Mapping[str, Parameter]:
+    found = _parameters.get(function)
+    if found is None:
+        found = _parameters[function] = inspect.signature(function).parameters
+    return found
 
 
 def attention_layers(root: PreTrainedModel) -> dict[str, nn.Module]:
