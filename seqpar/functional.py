@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial, update_wrapper
+from functools import partial, update_wrapper
 from inspect import cleandoc, signature
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypedDict, cast, overload
 
@@ -23,7 +23,7 @@ from .placement.layout import Layout, check_lengths, least_length
 from .placement.strategies import StrategyName
 from .ranks.mesh import sequence_group_of, size_of
 from .schedule.plan import plan_ahead
-from .sharding.arguments import check_sharding, require_layout
+from .sharding.arguments import check_sharding, require_layout, sharding_of_one_rank
 from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec, attention_spec
 from .strategies.attend import attend
@@ -234,19 +234,6 @@ def _check_seed(dropout_seed: object) -> None:
     check_int("dropout_seed", dropout_seed, 0, bits=63)
 
 
-def _sharding(
-    seq_len: int, layout: Layout, mesh: DeviceMesh | None, sequence_group: ProcessGroup | None, alone: bool
-) -> Sharding:
-    """The sharding of a call without one. ``sequence_group`` is the group of ``mesh``, if there is a mesh."""
-    group = sequence_group if mesh is None else None
-    return Sharding(seq_len, layout, mesh=mesh, group=group, strategy="local" if alone else None)
-
-
-# Later calls of the same length find what was prepared for it. The group is part of the key because meshes are equal if
-# they have equal ranks, also if the groups of one of them have been destroyed.
-_sharding_of_one_rank = lru_cache(maxsize=16, typed=True)(_sharding)
-
-
 @no_compile
 def _agree(
     tensors: Inputs,
@@ -284,12 +271,10 @@ def _agree(
             check_sharding(sharding, mesh=mesh, group=group, layout=layout, seq_len=seq_len)
             seq_len = sharding.seq_len
         else:  # of few tokens, as long as their number is not known
-            make_sharding = partial(_sharding, mesh=mesh, sequence_group=sequence_group, alone=alone)
+            make_sharding = partial(Sharding, mesh=mesh, group=group, strategy="local" if alone else None)
             layout = require_layout(layout, sequence_group)
-            if seq_len is not None:
-                check_int("seq_len", seq_len, 0)
             if size_of(sequence_group) == 1:
-                make_sharding = partial(_sharding_of_one_rank, mesh=mesh, sequence_group=sequence_group, alone=alone)
+                make_sharding = partial(sharding_of_one_rank, sequence_group=sequence_group, **make_sharding.keywords)
             sharding = make_sharding(least_length(layout) if seq_len is None else seq_len, layout)
         if not needs_handshake:  # ``attend`` checks the rest
             return sharding, dropout_seed, True

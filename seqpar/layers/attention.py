@@ -36,8 +36,9 @@ from ..masks.mask import Mask, check_rows
 from ..placement.layout import Layout, check_layout, check_lengths, least_length
 from ..placement.placement import ParallelContext
 from ..placement.strategies import COMMS, STRATEGIES, check_options
+from ..ranks.mesh import size_of
 from ..schedule.plan import plan_ahead
-from ..sharding.arguments import check_sharding, layout_of, require_layout
+from ..sharding.arguments import check_sharding, layout_of, require_layout, sharding_of_one_rank
 from ..sharding.sharding import Sharding, resolve_sequence_group
 from ..sharding.spec import AttentionSpec, constants
 from ..strategies import operators
@@ -273,6 +274,12 @@ class AttentionLayer(nn.Module):
             return self._compute(x, mask, sharding, positions)
         where: dict[str, Any] = {"mesh": self.mesh, "group": self.group, "strategy": self.strategy}
         group = resolve_sequence_group(**where)
+        if (
+            size_of(group) == 1 and isinstance(x, Tensor) and not x.is_nested and x.dim() == 3
+        ):  # the rest is checked below
+            layout = layout_of(self.layout, **where) if self.strategy == "tp_sp" else require_layout(self.layout, group)
+            sharding = sharding_of_one_rank(x.shape[1] if seq_len is None else seq_len, layout, group, **where)
+            return self._compute(x, mask, sharding, positions)
         needs_handshake = not has_length(seq_len)
         with propagate_errors(group if needs_handshake else None):
             if seq_len is not None:

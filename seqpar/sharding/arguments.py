@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from ..base.checks import no_compile
-from ..placement.layout import LAYOUTS, Layout
+from ..base.checks import check_int, no_compile
+from ..placement.layout import LAYOUTS, Layout, check_layout
 from ..ranks.mesh import check_mesh_and_group, shown, size_of
 from .sharding import Sharding, global_ranks_or_own, resolve_sequence_group
 from .worker import WorkerSharding
@@ -82,3 +85,19 @@ def layout_of(
     if layout is None and not in_context and ("tp" in names or strategy == "tp_sp"):
         return "contiguous"
     return require_layout(layout, sequence_group)
+
+
+def sharding_of_one_rank(seq_len: int, layout: Layout, sequence_group: ProcessGroup | None, **where: Any) -> Sharding:
+    """The sharding of a call without one, in which later calls of the same length find what was prepared for it.
+
+    ``where`` are the mesh, the group and the strategy. The ``sequence_group`` that follows from them is a part of the
+    key: meshes are equal if they have equal ranks, also if the groups of one of them have been destroyed.
+    """
+    check_int("seq_len", seq_len, 0)
+    check_layout(layout)
+    return _of_one_rank(seq_len, layout, sequence_group, **where)
+
+
+@lru_cache(maxsize=16)
+def _of_one_rank(seq_len: int, layout: Layout, sequence_group: ProcessGroup | None, **where: Any) -> Sharding:
+    return Sharding(seq_len, layout, **where)

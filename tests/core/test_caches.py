@@ -423,7 +423,7 @@ KEPT: dict[str, str] = {
     "sharding.spec": "AttentionSpec.slopes spec_checksum _cached",
     "strategies.attend": "_HEADS",
     "strategies.call": "AttentionCall",
-    "functional": "_sharding_of_one_rank",
+    "sharding.arguments": "_of_one_rank",
     "kernels.base": "Score.needs_positions",
     "kernels.expansion": "RepeatedHeads.of",
     "strategies.head_exchange": (
