@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from seqpar.planner.attention import SelfAttention
 from seqpar.planner.choose import is_equal
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
+from seqpar.planner.part import LayerPart, PartRow
 from seqpar.planner.setting import WEIGHTS, Setting
-from seqpar.planner.split import BETWEEN, WITHIN, Switches
+from seqpar.planner.split import BETWEEN, WITHIN, Split, Switches
 from seqpar.planner.splits import allowed_switches, settings
 from seqpar.planner.step import Choice, StepCost, step
 
@@ -221,6 +222,34 @@ def test_switches_are_priced() -> None:
     assert of(tiled_mlp=True)[0] > plain[0] and of(tiled_mlp=True)[1] < plain[1]
     extra = [of(recompute=x, head_groups=4)[0] - of(recompute=x)[0] for x in ("keep_attention", "full")]
     assert 0 < extra[0] < extra[1]  # the projections again, and attention unless its results are kept
+
+
+@dataclass(frozen=True)
+class Pointwise(LayerPart):
+    """A kind of layer that the planner does not have: two matrices."""
+
+    width: int
+
+    @property
+    def row(self) -> PartRow:
+        return PartRow(self.hidden * self.width, self.width * self.hidden, takes_memory=False)
+
+    def kept(self, split: Split, pieces: int = 1) -> float:
+        return 2.0 * split.most_tokens * self.width
+
+
+def test_a_new_kind_of_layer_is_one_class() -> None:
+    """Its weights, FLOPs and memory count, and what the package lacks for it is not planned."""
+    model, own = MODELS["qwen3-0.6b"], Pointwise(1024, 4096)
+    (layer,) = model.layers
+    wide = replace(model, layers=(replace(layer, parts=(*layer.parts, own)),))
+    assert wide.parameters - model.parameters == 28 * 2 * 1024 * 4096
+    assert wide.token_flops - model.token_flops == 2 * 28 * 2 * 1024 * 4096
+    plain, more = (seqpar.plan(x, 1 << 15, 2, replicas=2, recompute="none", offload=False).best for x in (model, wide))
+    kept = 28 * (2 * 4096 + 4 * 1024) * (1 << 15)  # with the norm's input and output
+    assert more.memory.activations - plain.memory.activations == kept
+    assert more.compute_s > plain.compute_s and more.mfu > plain.mfu
+    assert {x.switches.saving for x in seqpar.plan(wide, 1 << 18, 2).choices} == {0}
 
 
 def test_documents_need_less_than_one_sequence() -> None:
