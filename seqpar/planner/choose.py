@@ -9,7 +9,7 @@ from math import ceil, lcm
 from pathlib import Path
 from typing import Any
 
-from ..base.checks import check_choice, check_int, check_number
+from ..base.checks import check_int, check_number
 from ..masks.mask import Mask
 from .code import code
 from .forecast import expected_cost, forecast
@@ -19,7 +19,7 @@ from .model import model_of
 from .reasons import human_tokens, reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
 from .shape import ModelShape
-from .split import RECOMPUTE, Switches
+from .split import Switches
 from .splits import LONGEST_RING, allowed_switches, settings, splits
 from .step import Choice
 
@@ -186,8 +186,6 @@ def plan(
             f"which gathers all experts: expected at most {_MOST_EXPERTS}; use a framework with expert parallelism"
         )
     gpus.rate(kernel)
-    if recompute is not None:
-        check_choice("recompute", recompute, RECOMPUTE)
     if check_number("state_bytes", state_bytes) < 0:
         raise ValueError(f"state_bytes={state_bytes}: expected the bytes per weight, at least 0")
     if not isinstance(mask, Mask):
@@ -200,18 +198,7 @@ def plan(
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
     base = Setting(gpus, mask, seq_len, batch, kernel=kernel, model=shape, state_bytes=state_bytes)
-    if head_groups and head_groups > 1 and not shape.attention.has_groups(head_groups):
-        heads = "no KV heads, but latents" if shape.attention.kv_rank else f"{shape.attention.kv_heads} KV heads"
-        raise ValueError(f"head_groups={head_groups}: expected a divisor of the KV heads, and {shape.name} has {heads}")
     switches = allowed_switches(shape, recompute, offload, chunked_loss, tiled_mlp, head_groups)
-    # What seqpar.diffusers and the models' own gradient checkpointing have; Memory changes layers with attention only.
-    if not shape.takes_memory:
-        plain = [x for x in switches if not (x.offload or x.tiled_mlp or x.head_groups > 1)]
-        switches = [x for x in plain if x.recompute in ("none", "full")]
-        if not switches:
-            raise ValueError(f"model: {shape.name} has recompute='none' or 'full' only, and no other switch")
-    if not switches:
-        raise ValueError("offload=True, recompute='none': offloading needs recompute='keep_attention' or 'full'")
     compared = list(settings(base, ranks, replicas))
     if not compared:
         raise ValueError(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
+from ..base.checks import check_choice
 from ..placement.balanced import balanced_layout
 from ..placement.layout import Assigned, Layout
 from .setting import Setting
@@ -85,8 +86,18 @@ def allowed_switches(
 ) -> list[Switches]:
     """Every combination of switches that the arguments of ``plan`` allow, the least recomputation first.
 
-    Projections by groups of heads save little unless whole layers are recomputed and the MLP is tiled.
+    Projections by groups of heads save little unless whole layers are recomputed and the MLP is tiled. A model whose
+    layers ``Memory`` does not change has its own gradient checkpointing, or that of ``seqpar.diffusers``.
+
+    Raises:
+        ValueError: ``recompute`` is none of ``RECOMPUTE``, ``head_groups`` does not divide the KV heads, or no
+            combination is left.
     """
+    if recompute is not None:
+        check_choice("recompute", recompute, RECOMPUTE)
+    if (head_groups or 1) > 1 and not model.attention.has_groups(head_groups or 1):
+        heads = "no KV heads, but latents" if model.attention.kv_rank else f"{model.attention.kv_heads} KV heads"
+        raise ValueError(f"head_groups={head_groups}: expected a divisor of the KV heads, and {model.name} has {heads}")
     most = max(n for n in range(1, HEAD_GROUPS + 1) if n == 1 or model.attention.has_groups(n))
     found = []
     for how in RECOMPUTE:
@@ -98,6 +109,12 @@ def allowed_switches(
             found.append(Switches(how, offloaded, chunked_loss, tiled, head_groups or 1))
             if head_groups is None and most > 1 and tiled and how == RECOMPUTE[-1]:
                 found.append(Switches(how, offloaded, chunked_loss, tiled, most))
+    if not model.takes_memory:
+        found = [x for x in found if x.recompute in ("none", "full") and not x.saving]
+        if not found:
+            raise ValueError(f"model: {model.name} has recompute='none' or 'full' only, and no other switch")
+    if not found:
+        raise ValueError("offload=True, recompute='none': offloading needs recompute='keep_attention' or 'full'")
     return found
 
 
