@@ -24,7 +24,7 @@ class Layer:
         parts: what they compute, in this order, with one self-attention at most.
 
     Raises:
-        TypeError: ``parts`` are no parts of layers.
+        TypeError: ``parts`` is no tuple of parts.
         ValueError: there is no part, or more than one self-attention.
     """
 
@@ -33,9 +33,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         check_int("model: count", self.count, 1)
-        object.__setattr__(self, "parts", tuple(self.parts))
-        if not all(isinstance(part, LayerPart) for part in self.parts):
-            raise TypeError(f"model: parts={self.parts}: expected parts of layers, such as SelfAttention and Mlp")
+        _check_tuple("parts", self.parts, LayerPart, "(SelfAttention(4096, 32, 8, 128), Mlp(4096, 14336))")
         if not self.parts or sum(isinstance(part, SelfAttention) for part in self.parts) > 1:
             raise ValueError(f"model: parts={self.parts}: expected at least one part, and one self-attention at most")
 
@@ -86,7 +84,7 @@ class ModelShape:
             token of the sequence, but an image, the text or a row's timestep.
 
     Raises:
-        TypeError: a size is not an int.
+        TypeError: a size is not an int, or ``layers`` is no tuple of layers.
         ValueError: a size is out of range, no layer has attention, or layers differ in their heads or hidden size.
 
     Examples:
@@ -103,7 +101,7 @@ class ModelShape:
     other_weights: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
+        _check_tuple("layers", self.layers, Layer, "(Layer(32, (SelfAttention(4096, 32, 8, 128), Mlp(4096, 14336))),)")
         check_int("model: vocab", self.vocab, 0)
         check_int("model: other_weights", self.other_weights, 0)
         attention = [x.attention for x in self.layers if x.attention]
@@ -185,3 +183,8 @@ class ModelShape:
         """FLOPs of forward and backward without recomputation, the numerator of MFU, for a number of tokens and the
         ``pairs`` of ``attention_flops``."""
         return 3.0 * self.token_flops * tokens + 3.0 * self.attention_flops(pairs)
+
+
+def _check_tuple(name: str, value: object, kind: type, example: str) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(x, kind) for x in value):
+        raise TypeError(f"model: {name}={value!r}: expected a tuple such as {example}")

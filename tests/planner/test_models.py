@@ -280,8 +280,11 @@ def test_shapes_that_contradict_themselves_are_refused(make: Callable[[], Any], 
         make()
     with pytest.raises(TypeError, match=r"hidden=4096\.5: expected an int"):
         Mlp(4096.5, 64)
-    with pytest.raises(TypeError, match="expected parts of layers"):
-        Layer(1, (64,))
+    for parts in (64, (64,), [*PARTS]):
+        with pytest.raises(TypeError, match=r"parts=.*: expected a tuple such as \(SelfAttention"):
+            Layer(1, parts)
+        with pytest.raises(TypeError, match=r"layers=.*: expected a tuple such as \(Layer"):
+            ModelShape("m", parts, 64)
 
 
 def test_without_transformers_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
