@@ -30,7 +30,7 @@ _KEY_BLOCK = 512
 _MASKED_PAIR = 1.5
 
 # The masks of a step are kept if there are few of them, of few pairs of a query and a key.
-_MOST_KEPT, _KEPT_PAIRS = 8, 1 << 14
+_MOST_KEPT, _KEPT_PAIRS = 8, 1 << 12
 
 _forward = torch._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -117,8 +117,7 @@ class CpuBackend:
                 attn_mask=mask,
                 scale=score.softmax_scale,
             )  # [b, h, q, width], [b, n, k, width], [b, n, k, width]
-            # A value of a row or a key that is not finite reaches dq of this row, or of a row that sees the key.
-            if tile.kind is not TileKind.FULL and not all_finite(results[0]):
+            if tile.kind is not TileKind.FULL and not all(map(all_finite, results)):
                 q_part, dout_part, out_part, k_part, v_part = _of_tile(row, tile, 1, (q, dout, out), (k, v))
                 part, exact = _part(intervals, row, tile), Grads(None, None, None, new_dq=True, new_dkv=True)
                 delta = row_delta(out_part, dout_part, None)

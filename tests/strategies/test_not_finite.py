@@ -88,3 +88,14 @@ def spread(group: ProcessGroup, dtype: torch.dtype, backend: Any, seed: int) -> 
 )
 def test_values_reach_the_rows_that_see_them(pool: Pool, dtype: torch.dtype, backend: str, world: int) -> None:
     pool.run(world, spread, dtype, backend, torch.seed() % 2**31)
+
+
+def test_an_infinite_query_reaches_no_hidden_key() -> None:
+    """The kernel may return finite results for such a query, and write nan to the gradients of keys that it hides."""
+    for seed in range(40):
+        q, k, v, dout = torch.randn(4, 1, 5, 4, 16, generator=torch.Generator().manual_seed(seed))
+        q[0, 0, 0, 0] = torch.inf
+        k.requires_grad_()
+        out = seqpar.attention(q, k, v, strategy="local")
+        (dk,) = torch.autograd.grad(out, k, dout)
+        assert dk[:, 1:].isfinite().all(), seed
