@@ -26,7 +26,7 @@ from .comm.p2p import call
 from .comm.waiting import operation
 from .functional import attention
 from .kernels import BackendChoice
-from .kernels.base import Carry, Score, finish, merge_
+from .kernels.base import Carry, Score, finish
 from .masks.mask import Mask
 from .placement.heads import Heads, kv_index
 from .ranks.mesh import rank_in, size_of
@@ -34,6 +34,7 @@ from .schedule.rows import KeyIntervals
 from .sharding.same_rows import compare, compares_now
 from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec, attention_spec
+from .strategies.autograd import without_autocast
 from .strategies.local import Kernel, Seen
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
     from .placement.strategies import StrategyName, StrategyOptions
 
 _CAUSAL = Mask.causal()
-IntervalsByMask = dict[Hashable, KeyIntervals | None]
+# What the layers of one forward share: key intervals by mask, choices of a backend by kind of call, positions of keys.
+Shared = dict[Hashable, Any]
 _GATHERED_BYTES = 256 << 20  # an upper limit for the result of one all-gather in ``attend_to_cached``
 
 
@@ -71,7 +73,7 @@ class KeyValueCache:
         self.sharding = sharding
         self._layers: dict[Hashable, _CachedKeys] = {}
         self._start, self._positions = -1, torch.empty(0, dtype=torch.int64, device="cpu")  # of the current new tokens
-        self._intervals: IntervalsByMask = {}
+        self._shared: Shared = {}
 
     @property
     def length(self) -> int:
@@ -87,7 +89,7 @@ class KeyValueCache:
         same tensor."""
         start = self._layers[layer].length
         if (start, count) != (self._start, len(self._positions)):
-            self._start, self._intervals = start, {}
+            self._start, self._shared = start, {}
             self._positions = torch.arange(start, start + count, device="cpu")
         return self._positions
 
@@ -196,13 +198,13 @@ class KeyValueCache:
             )
         mask.check_length(cached.length + new)
         positions, start = self.new_positions(layer, new), cached.length
-        cached.append(k, v, positions, group)
+        cached.append(k, v, positions, group, self._shared)
         scale = q.shape[3] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale
         heads, keys = spec.heads(q.shape, k.shape), (cached.k, cached.v, cached.positions)
         slopes = spec.slopes(heads, q.device) if alibi_slopes is None else alibi_slopes.float()
         score = Score(scale, spec.softcap, slopes, sinks)
-        with torch.autocast(q.device.type, enabled=False):  # the kernels' own float32 must stay float32
-            return attend_to_cached(q, keys, start, mask, heads, score, group, spec.backend, self._intervals)
+        with without_autocast(q):  # the kernels' own float32 must stay float32
+            return attend_to_cached(q, keys, start, mask, heads, score, group, spec.backend, self._shared)
 
 
 def check_cache(cache: object, sharding: Sharding | None, dropout_p: float) -> None:
@@ -222,14 +224,17 @@ class _CachedKeys:
         self.k, self.v, self.positions, self.length = k.contiguous(), v.contiguous(), positions, length
         self._buffers = GrowingBuffer(1), GrowingBuffer(1), GrowingBuffer(0)
 
-    def append(self, k: Tensor, v: Tensor, positions: Tensor, group: ProcessGroup | None) -> None:
-        new = k, v, positions
+    def append(self, k: Tensor, v: Tensor, positions: Tensor, group: ProcessGroup | None, shared: Shared) -> None:
+        self.length += len(positions)
         if (ranks := size_of(group)) > 1:
             first = (rank_in(group) - int(positions[0])) % ranks  # of the new tokens that this rank caches
-            new = k[:, first::ranks], v[:, first::ranks], positions[first::ranks]
-        old = self.k, self.v, self.positions
-        self.k, self.v, self.positions = (b.append(x, y) for b, x, y in zip(self._buffers, old, new, strict=True))
-        self.length += len(positions)
+            k, v, positions = k[:, first::ranks], v[:, first::ranks], positions[first::ranks]
+        of_keys, of_values, of_positions = self._buffers
+        self.k, self.v = of_keys.append(self.k, k), of_values.append(self.v, v)
+        key, old = ("positions", id(self.positions)), self.positions
+        if key not in shared:
+            shared[key] = old, of_positions.append(old, positions)  # with the old ones, so that their id stays taken
+        self.positions = shared[key][1]
 
 
 class GrowingBuffer:
@@ -264,8 +269,6 @@ class GrowingBuffer:
         return cached.storage_offset() // buffer.stride(dim)
 
 
-@no_compile
-@torch.no_grad()
 def attend_to_cached(
     q: Tensor,
     cached: tuple[Tensor, Tensor, Tensor],
@@ -275,9 +278,9 @@ def attend_to_cached(
     score: Score,
     group: ProcessGroup | None,
     backend: str,
-    intervals: IntervalsByMask,
+    shared: Shared,
 ) -> Tensor:
-    """Attention of new tokens over the cached keys of all ranks, without gradients.
+    """Attention of new tokens over the cached keys of all ranks. Call it without gradients, outside of compiled code.
 
     Args:
         q: ``[b, new, h, d]``, the same on every rank.
@@ -289,7 +292,7 @@ def attend_to_cached(
         score: how scores are computed.
         group: the ranks that share the sequence.
         backend: "auto" or a backend's name.
-        intervals: the key intervals that were computed for these new tokens so far. Layers share them.
+        shared: what the layers of this forward have computed so far and share.
 
     Returns:
         ``[b, new, h, e]`` in q's dtype, the same bits on all ranks.
@@ -315,12 +318,16 @@ def attend_to_cached(
             # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key
             # once, unless each of them has a slope of its own.
             g = 1 if score.needs_positions else len(part.queries) // len(part.kv)
-            seen = partial(_key_intervals, mask, positions, queries, g, q.device, score.needs_positions, intervals)
-            parts.append(_attend(q_part, k_part, v_part, seen, of_part, backend, g, errors))
+            seen = partial(_key_intervals, mask, positions, queries, g, q.device, score.needs_positions, shared)
+            choice = _choice(backend, q_part, k_part, v_part, of_part, g, shared)
+            parts.append(_attend(q_part, k_part, v_part, seen, of_part, choice, g, errors))
         acc, lse = parts[0]
         if len(parts) > 1:
             acc, lse = torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 1)
-        outs.append(finish(_merge_over_ranks(acc, lse, group), score, q.dtype)[0])
+        carry = acc, lse
+        if group is not None and group.size() > 1:
+            carry = _merge_over_ranks(acc, lse, group)
+        outs.append(finish(carry, score, q.dtype)[0])
     if errors:
         raise errors[0]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -341,45 +348,54 @@ def _key_intervals(
     repeats: int,
     device: torch.device,
     with_positions: bool,
-    intervals: IntervalsByMask,
+    shared: Shared,
 ) -> KeyIntervals | None:
     """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``repeats`` times.
 
     None if no query sees a key. It holds the keys' positions only ``with_positions``. Layers with equal masks share the
-    result, which ``intervals`` keeps.
+    result.
     """
     # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
     key = mask, queries, repeats, len(positions), device, with_positions
-    if key not in intervals:
+    if key not in shared:
         rows = torch.arange(queries.start, queries.stop, device="cpu").repeat_interleave(repeats)
         lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
         is_empty = not bool((lo < hi).any())
         k_positions = positions if with_positions else rows  # which nothing reads
-        intervals[key] = None if is_empty else KeyIntervals(lo, hi, rows.int(), k_positions.int()).to(device)
-    return intervals[key]
+        shared[key] = None if is_empty else KeyIntervals(lo, hi, rows.int(), k_positions.int()).to(device)
+    found: KeyIntervals | None = shared[key]
+    return found
+
+
+def _choice(backend: str, q: Tensor, k: Tensor, v: Tensor, score: Score, g: int, shared: Shared) -> BackendChoice:
+    """The backends that may compute the call. Layers whose calls are of the same kind share it."""
+    key = backend, q.shape, q.dtype, q.device, k.shape, v.shape, score.softmax_scale, score.softcap, g
+    if (choice := shared.get(key)) is None:
+        choice = shared[key] = BackendChoice(backend, q)
+    found: BackendChoice = choice
+    return found
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, seen: Seen, score: Score, backend: str, g: int, errors: list[Exception]
+    q: Tensor, k: Tensor, v: Tensor, seen: Seen, score: Score, choice: BackendChoice, g: int, errors: list[Exception]
 ) -> Carry:
-    q = q.unflatten(2, (-1, g)).transpose(2, 3).flatten(1, 2)  # [b, s * g, n, d]
-    acc, lse = Kernel(BackendChoice(backend, q), score, q, k, v.shape[3], errors=errors).forward(q, k, v, seen)
-    acc, lse = acc.unflatten(1, (-1, g)).transpose(2, 3), lse.unflatten(2, (-1, g)).transpose(2, 3)
-    return acc.flatten(2, 3), lse.flatten(1, 2)  # [b, s, n * g, e], [b, n * g, s]
+    (b, s, _, d), n, e = q.shape, k.shape[2], v.shape[3]
+    if g > 1:
+        q = q.reshape(b, s, n, g, d).transpose(2, 3).reshape(b, s * g, n, d)
+    acc, lse = Kernel(choice, score, q, k, e, errors=errors).forward(q, k, v, seen)
+    if g > 1:
+        acc = acc.reshape(b, s, g, n, e).transpose(2, 3).reshape(b, s, n * g, e)
+        lse = lse.reshape(b, n, s, g).transpose(2, 3).reshape(b, n * g, s)
+    return acc, lse
 
 
 @operation("attention of new tokens")
-def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup | None) -> Carry:
-    """Merge the partial results of all ranks, in the order of the ranks: the result is bitwise equal on all ranks."""
-    ranks = size_of(group)
-    if group is None or ranks == 1:
-        return acc, lse
+def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup) -> Carry:
+    """Merge the partial results of all ranks. The result is bitwise equal on all ranks."""
     packed = torch.cat([acc.flatten(), lse.flatten()])
     with call(group, "attention of new tokens", packed.numel(), packed.itemsize):
         gathered, pending = start_all_gather(packed, group)
         pending.wait()
-    parts = [(x[: acc.numel()].view(acc.shape), x[acc.numel() :].view(lse.shape)) for x in gathered]
-    merged_acc, merged_lse = parts[0]
-    for part_acc, part_lse in parts[1:]:
-        merge_(merged_acc, merged_lse, part_acc, part_lse)
-    return merged_acc, merged_lse
+    accs, lses = gathered[:, : acc.numel()].view(-1, *acc.shape), gathered[:, acc.numel() :].view(-1, *lse.shape)
+    weights = lses.softmax(0).nan_to_num_(0.0)  # of the ranks [p, b, h, s]; nan: the query sees no key of any rank
+    return accs.mul_(weights.transpose(2, 3).unsqueeze(-1)).sum(0), lses.logsumexp(0)

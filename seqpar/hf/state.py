@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from ..base.checks import check_bool, check_choice, check_int, check_number, check_slopes, no_compile
 from ..base.compile_types import hide_fields
-from ..decoding import IntervalsByMask
+from ..decoding import Shared
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
 from ..masks.mask import LayerMask, Mask
@@ -188,8 +188,7 @@ class DecodeShard:
     cache: Any  # a transformers Cache whose layers are ``ShardedCacheLayer``
     start: int  # the global position of the first new token
     mask: Mask  # the padding at the start of the prompt; each layer adds its causality and window
-    # Layers with the same mask share intervals. The key holds everything that the intervals depend on.
-    intervals: IntervalsByMask = field(default_factory=dict, repr=False)
+    shared: Shared = field(default_factory=dict, repr=False)  # what the layers share (see ``attend_to_cached``)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
 
 from ..base.sharded import is_dtensor, is_flat_parameter, is_fsdp1, is_fsdp2
-from ..ranks.mesh import averaged_dimensions, dimension_group, global_ranks, shown, size_of
+from ..ranks.mesh import averaged_dimensions, dimension_group, global_ranks, shown
 
 # Parameters, or modules of parameters, that each rank holds alone; or each with the ranks that hold the same one.
 Ignored = Iterable[nn.Parameter | nn.Module] | Mapping[nn.Parameter | nn.Module, ProcessGroup]
@@ -61,10 +61,11 @@ def refuse_shards(module: nn.Module, ranks: ProcessGroup | None) -> None:
     """Raise if weights are used as shards on the ranks of a sequence, whose layers would add what belongs to different
     tokens. Weights that ``fully_shard`` gathers, and weights of this package's tensor-parallel layers, are right.
     """
-    sharded = {n: p for n, p in module.named_parameters() if is_dtensor(p)}
-    if not sharded or size_of(ranks) == 1:
+    if ranks is None or ranks.size() == 1:
         return
-    assert ranks is not None
+    sharded = {n: p for n, p in module.named_parameters() if is_dtensor(p)}
+    if not sharded:
+        return
     own, gathered = tensor_parallel_parameters(module), gathered_parameters(module)
     for name, p in sharded.items():
         for i, place in enumerate(p.placements if p not in own else ()):

@@ -356,7 +356,7 @@ KEPT: dict[str, str] = {
     "comm.streams": "ReadyEvents._events _posting _stream_of",
     "comm.trace": "open_traces",
     "comm.waiting": "_name _idle",
-    "decoding": "KeyValueCache._layers KeyValueCache._intervals",
+    "decoding": "KeyValueCache._layers KeyValueCache._shared",
     "diffusers.call": "ModelCalls.__init__ ModelCalls.__init__ ModelCall.lengths ModelCall.first",
     "diffusers.plans": "Plan",
     "diffusers.trial": "PlanTrial._orders",

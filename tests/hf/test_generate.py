@@ -152,14 +152,33 @@ def test_decode_memory_is_independent_of_cache_length(window: int | None) -> Non
     for cached in (1000, 50_000):
         layer = generate.ShardedCacheLayer(window)
         for start, stop in ((0, cached), (cached, cached + 1), (cached + 1, cached + 2)):
-            layer.expect(torch.arange(start, stop), slice(None), stop)
-            new = torch.ones(1, 2, stop - start, 8)
+            positions, new = torch.arange(start, stop), torch.ones(1, 2, stop - start, 8)
             with Allocations() as made:
+                layer.expect(positions, slice(None), stop, {})
                 keys, _ = layer.update(new, new)
         together.append(made.together)
         assert layer.positions.tolist() == list(range(0 if window is None else cached + 3 - window, cached + 2))
         assert keys.shape[2] == len(layer.attended)
     assert together[0] == together[1]
+
+
+def test_layers_share_positions_until_one_is_cropped() -> None:
+    first, second = layers = [generate.ShardedCacheLayer(None) for _ in range(2)]
+
+    def fill(tokens: list[int], layers: list[generate.ShardedCacheLayer]) -> None:
+        joined: dict[int, torch.Tensor] = {}
+        positions, new = torch.tensor(tokens), torch.ones(1, 1, len(tokens), 2)
+        for layer in layers:
+            layer.expect(positions, slice(None), tokens[-1] + 1, joined)
+            layer.update(new, new)
+
+    fill([0, 2, 4], layers)
+    fill([6], layers)
+    assert first.positions is second.positions
+    first.crop(-1)
+    fill([7], [first])
+    fill([8], layers)
+    assert first.positions.tolist() == [0, 2, 4, 7, 8] and second.positions.tolist() == [0, 2, 4, 6, 8]
 
 
 @on_ranks

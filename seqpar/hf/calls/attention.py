@@ -163,7 +163,7 @@ def _same_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     device_type = tensors[0].device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else tensors[-1].dtype
-    return tuple(x.to(dtype) for x in tensors)
+    return tuple(x if x.dtype == dtype else x.to(dtype) for x in tensors)
 
 
 class ModelMask(NamedTuple):

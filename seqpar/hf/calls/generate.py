@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from ...base.checks import no_compile
 from ...comm.handshake import Fingerprint, all_gather_header
 from ...decoding import GrowingBuffer, attend_to_cached
 from ...kernels.base import Score
@@ -139,12 +140,16 @@ class ShardedCacheLayer(DynamicLayer):
     def _make_buffers(self) -> None:
         self._key_buffer, self._value_buffer, self._position_buffer = (GrowingBuffer(dim) for dim in (2, 2, 0))
 
-    def expect(self, positions: Tensor, select_new: slice, total: int) -> None:
+    def expect(self, positions: Tensor, select_new: slice, total: int, joined: dict[int, Tensor]) -> None:
         """Set which tokens the next ``update`` appends, after which the full sequence has ``total`` tokens.
 
         ``positions`` are the tokens' global positions, int64. ``select_new`` are their indices among the tokens that
-        ``update`` gets.
+        ``update`` gets. Layers that share their positions also share the positions that follow, which ``joined`` holds.
         """
+        if len(self.positions):
+            if id(self.positions) not in joined:
+                joined[id(self.positions)] = self._position_buffer.append(self.positions, positions)
+            positions = joined[id(self.positions)]
         self._incoming = positions, select_new, total
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -159,14 +164,13 @@ class ShardedCacheLayer(DynamicLayer):
         key_states, value_states = key_states[:, :, select_new], value_states[:, :, select_new]
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
-            self.keys, self.values, self.positions = key_states, value_states, positions
+            self.keys, self.values = key_states, value_states
             self.is_initialized = True
         else:
             with torch.no_grad():
                 self.keys = self._key_buffer.append(self.keys, key_states)
                 self.values = self._value_buffer.append(self.values, value_states)
-                self.positions = self._position_buffer.append(self.positions, positions)
-        self.total = total
+        self.total, self.positions = total, positions
         keys, values, self.attended = self.keys, self.values, self.positions
         if not self.record_past:
             self._drop_outside_window()
@@ -207,7 +211,7 @@ class ShardedCacheLayer(DynamicLayer):
             )
         self.total += tokens_to_remove
         length = int((self.positions < self.total).sum())
-        self.positions = self.positions[:length]
+        self.positions = self.positions[:length].clone()  # layers may share the tensor behind it
         if self.is_initialized:
             self.keys, self.values = self.keys[:, :, :length], self.values[:, :, :length]
             self._drop_outside_window()
@@ -242,11 +246,14 @@ def _is_shared(layer: Any) -> bool:
 
 
 def _expect(cache: Any, positions: Tensor, select_new: slice, total: int) -> None:
+    joined: dict[int, Tensor] = {}
     for layer in cache.layers:
         if isinstance(layer, ShardedCacheLayer):
-            layer.expect(positions, select_new, total)
+            layer.expect(positions, select_new, total, joined)
 
 
+@no_compile
+@torch.no_grad()
 def decode(
     module: nn.Module,
     q: Tensor,  # [b, new, h, d], the same on every rank
@@ -267,5 +274,5 @@ def decode(
     score = Score(spec.softmax_scale, spec.softcap, spec.slopes(heads, q.device), sinks)
     cached, mask = (k, v, positions), layer_mask(shard.mask, *spec.layer_mask)
     return attend_to_cached(
-        q, cached, shard.start, mask, heads, score, patch.sequence_group, spec.backend, shard.intervals
+        q, cached, shard.start, mask, heads, score, patch.sequence_group, spec.backend, shard.shared
     )
