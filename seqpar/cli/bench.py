@@ -148,7 +148,7 @@ def _row(result: CaseResult, sample: Sample, run: str, ideal: Sample) -> dict[st
         "slowest_s": max(seconds),
         "cpu_s": statistics.median(sample.cpu) if both else None,
         "share_of_ideal": statistics.median(shares),
-        "tokens_per_s": case.batch * case.seq_len / median,
+        "tokens_per_s": case.batch * len(case.queries()) / median,
         "tflops": case.operations(run == BOTH) / median / 1e12,
         "exposed_s": max(0.0, statistics.median(exposed)) if exposed else None,
         "bytes_sent": sample.bytes_sent if both and not alone else None,
@@ -214,7 +214,8 @@ def report(
     """Print the tables and why some runners did not run, and write the CSV, the JSON and the charts to ``folder``."""
     for result in results:
         for run in PASSES:
-            console.print(table_of(result, run, console.width))
+            if any(s.seconds[run] for s in result.samples):
+                console.print(table_of(result, run, console.width))
     console.print(
         "[dim]Share of the ideal: the ideal time divided by the measured time, the median over the rounds. Ideal "
         "time: the fastest attention of the full sequence on one process with all cores of its host, divided "

@@ -37,6 +37,7 @@ class Preset(NamedTuple):
     layouts: tuple[LayoutWord, ...] = ("zigzag",)  # compared for strategies that send K/V
     seq_lens: tuple[int, ...] = (8192, 16384, 32768)  # on CUDA
     mixer: bool = False  # linear attention by heads instead of attention
+    new_tokens: int = 0  # the last tokens, decoded one after another with a cache; 0: attention of all tokens
 
 
 PRESETS: dict[str, Preset] = {
@@ -66,6 +67,14 @@ PRESETS: dict[str, Preset] = {
     ),
     "linear": Preset(
         "causal", "linear attention with a decay, by seqpar.mixers.by_heads; beside the preset causal", mixer=True
+    ),
+    "decode": Preset(
+        "causal",
+        "the last 32 tokens, one after another, with the keys and values of all tokens before them in a "
+        "seqpar.KeyValueCache; 4 query heads per KV head",
+        heads_per_kv=4,
+        layouts=("contiguous",),
+        new_tokens=32,
     ),
 }  # fmt: skip
 
@@ -101,6 +110,15 @@ class BenchCase:
         generator = torch.Generator().manual_seed(0)
         return [torch.randn(shape, generator=generator).to(device, DTYPES[self.dtype]) for shape in self.shapes()]
 
+    @property
+    def new_tokens(self) -> int:
+        """The number of last tokens that are decoded; 0 if attention of all tokens is computed."""
+        return min(PRESETS[self.preset].new_tokens, self.seq_len // 2)
+
+    def queries(self) -> Tensor:
+        """Global positions of the tokens whose attention is computed, int64."""
+        return torch.arange(self.seq_len - self.new_tokens if self.new_tokens else 0, self.seq_len)
+
     def make_mask(self) -> Mask:
         return mask_of(self.mask, self.seq_len)
 
@@ -116,7 +134,7 @@ class BenchCase:
 
     def visible_pairs(self) -> int:
         """The number of visible pairs of a query and a key, in all rows of the batch."""
-        lo, hi = self.make_mask().intervals(torch.arange(self.seq_len))
+        lo, hi = self.make_mask().intervals(self.queries())
         return self.batch * int((hi.clamp_max(self.seq_len) - lo.clamp_min(0)).clamp_min(0).sum())
 
     def operations(self, backward: bool) -> float:

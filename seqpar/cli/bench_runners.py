@@ -10,7 +10,7 @@ of v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..base.checks import check_choice
 from ..comm.p2p import without_messages
+from ..decoding import KeyValueCache
 from ..functional import attention
 from ..kernels import BACKENDS
 from ..masks.mask import Mask
@@ -69,6 +70,16 @@ class BenchSetting:
         full = self.case.tensors(self.device)
         return [x.index_select(1, positions.to(x.device)).requires_grad_(i < 3) for i, x in enumerate(full)]
 
+    def prompt(self, positions: Tensor) -> list[Tensor]:
+        """k and v of tokens that are in a cache before decoding starts."""
+        return [x.detach() for x in self.inputs(positions)[1:3]]
+
+    def decoding(self, attend: Attend) -> BenchAttention:
+        """``attend`` decodes the new tokens, which every rank has."""
+        if not self.case.causal:
+            raise RefusalError(f"no mask {self.case.mask}: decoding is causal")
+        return BenchAttention(attend, self.case.queries(), no_backward="")
+
     def boundaries(self) -> list[int] | None:
         """The cu_seqlens of causal packed documents; None for another mask. A causal mask is one document."""
         if self.case.causal:
@@ -113,7 +124,7 @@ class BenchAttention:
 
     attend: Attend
     positions: Tensor  # int64 [s], global positions of this rank's tokens, in the order that ``attend`` expects
-    no_backward: str | None = None  # why there is no backward
+    no_backward: str | None = None  # why there is no backward; empty if none is to be expected
     any_group: bool = False  # whether another package sends all messages in setting.group: see ``silent``
     block: Callable[[], AbstractContextManager[Any]] = nullcontext  # the context of forward and backward
     silent: BenchAttention | None = None  # the same, whose messages take no time; None if they cannot be left out
@@ -133,7 +144,7 @@ def runners(config: BenchConfig, case: BenchCase) -> Iterator[BenchRunner]:
     """The rows for a case, with every strategy, layout and backend of the options.
 
     By default, an all-to-all has contiguous shards, and each other strategy has the layouts of the preset. Linear
-    attention has one strategy, and no other package has it.
+    attention and decoding have one strategy each, and no other package has them.
     """
     preset = PRESETS[case.preset]
     if preset.mixer:
@@ -142,19 +153,19 @@ def runners(config: BenchConfig, case: BenchCase) -> Iterator[BenchRunner]:
             make = partial(of_seqpar, strategy="by_heads", layout=layout)
             yield BenchRunner(f"by_heads {layout}", "seqpar", make, layout, "auto")
         return
-    yield BenchRunner("SDPA", "ideal", lambda setting: BenchAttention(sdpa(setting), torch.arange(case.seq_len)))
+    yield BenchRunner("SDPA", "ideal", decoding_by_sdpa if preset.new_tokens else by_sdpa)
     for backend, status in BACKENDS.items():
         if backend != "reference" and status.unavailable() is None:
             yield BenchRunner(f"local {backend}", "ideal", partial(of_seqpar, backend=backend), backend=backend)
     default = ("ring", "ulysses", "all_gather", *(["hybrid"] if case.ranks >= 4 else []), "auto")
     defaults: dict[str, tuple[str, ...]] = {"ulysses": ("contiguous",), "a2a": ("contiguous",)}
-    for strategy in config.strategy or default:
+    for strategy in ("cache",) if preset.new_tokens else config.strategy or default:
         for backend in config.backend or ("auto",):
             for layout in config.layout or defaults.get(strategy, preset.layouts):
                 name = f"{strategy} {layout}" + (f" {backend}" if backend != "auto" else "")
                 make = partial(of_seqpar, strategy=strategy, layout=layout, backend=backend)
                 yield BenchRunner(name, "seqpar", make, layout, backend)
-    for module in adapters(config):
+    for module in () if preset.new_tokens else adapters(config):
         yield BenchRunner(module.NAME, "peer", partial(of_peer, module=module))
 
 
@@ -185,17 +196,20 @@ def of_peer(setting: BenchSetting, module: Any) -> BenchAttention:
 def of_seqpar(
     setting: BenchSetting, strategy: str = "local", layout: Any = "contiguous", backend: Any = "auto"
 ) -> BenchAttention:
-    """Attention by "local" or one of ``strategy_names()``. In a mixer's case linear attention."""
+    """Attention by "local" or one of ``strategy_names()``. A case may have linear attention or decoding instead."""
     case, mask, group = setting.case, setting.mask, setting.group
+    length = case.seq_len - case.new_tokens
     if strategy == "local":
-        sharding = Sharding(case.seq_len, strategy="local")
+        sharding = Sharding(length, strategy="local")
     elif layout == "balanced":
         per_host = max(map(len, ranks_by_host(group)))
-        sharding = Sharding.balanced(mask, case.seq_len, group=group, ranks_per_host=per_host)
+        sharding = Sharding.balanced(mask, length, group=group, ranks_per_host=per_host)
     else:
-        sharding = Sharding(case.seq_len, layout, group=group)
+        sharding = Sharding(length, layout, group=group)
     attend: Attend
-    if not case.mixer:
+    if case.new_tokens:
+        attend = partial(_decode, sharding, setting.prompt(sharding.positions()), backend)
+    elif not case.mixer:
         comm = {} if strategy in STRATEGIES else {"comm": strategy}
         name: Any = "context_parallel" if comm else strategy
         attend = partial(attention, strategy=name, mask=mask, sharding=sharding, backend=backend, **comm)
@@ -203,7 +217,7 @@ def of_seqpar(
         raise RefusalError(f"no mask {case.mask}: causal and documents only")
     else:
         attend = partial(_linear_attention, sharding, mask)
-    made = BenchAttention(attend, sharding.positions())
+    made = setting.decoding(attend) if case.new_tokens else BenchAttention(attend, sharding.positions())
     several = strategy != "local" and group.size() > 1
     return replace(made, silent=replace(made, block=without_messages)) if several else made
 
@@ -211,6 +225,35 @@ def of_seqpar(
 def _linear_attention(sharding: Sharding, mask: Mask, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out: Tensor = by_heads(linear_attention, q, (k, v), sharding=sharding, mask=mask)
     return out
+
+
+def _decode(sharding: Sharding, prompt: Sequence[Tensor], backend: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of new tokens, one after another. ``prompt``: k and v of the tokens before them, of this rank."""
+    cache = KeyValueCache(sharding)
+    k_prompt, v_prompt = prompt
+    cache.fill(0, k_prompt, v_prompt, sharding.positions())
+    tokens = zip(*(x.split(1, dim=1) for x in (q, k, v)), strict=True)
+    return torch.cat([cache.attention(0, *token, backend=backend) for token in tokens], dim=1)
+
+
+def decoding_by_sdpa(setting: BenchSetting) -> BenchAttention:
+    """Decoding by PyTorch's attention, with a cache that has memory for all tokens."""
+    k_cache, v_cache = (x.transpose(1, 2) for x in setting.prompt(torch.arange(setting.case.seq_len)))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        outs = []
+        for i, at in enumerate(setting.case.queries().tolist()):
+            k_cache[:, :, at], v_cache[:, :, at] = k[:, i], v[:, i]
+            seen = k_cache[:, :, : at + 1], v_cache[:, :, : at + 1]
+            outs.append(scaled_dot_product_attention(q[:, i, :, None], *seen, enable_gqa=q.shape[2] != k.shape[2]))
+        return torch.cat(outs, dim=2).transpose(1, 2)
+
+    return setting.decoding(attend)
+
+
+def by_sdpa(setting: BenchSetting) -> BenchAttention:
+    """PyTorch's attention on one process."""
+    return BenchAttention(sdpa(setting), torch.arange(setting.case.seq_len))
 
 
 def sdpa(setting: BenchSetting, rows: Tensor | None = None) -> Attend:
@@ -239,4 +282,4 @@ def reference(setting: BenchSetting) -> BenchAttention:
     case = setting.case
     if case.mixer or (case.causal is None and case.seq_len > _MAX_DENSE_TOKENS):
         return of_seqpar(setting)
-    return BenchAttention(sdpa(setting), torch.arange(case.seq_len))
+    return by_sdpa(setting)

@@ -49,6 +49,7 @@ from .command import exit_code
 
 CPU = torch.device("cpu")
 LINEAR = BenchCase("linear", "documents:180", 300, 2, 2, 3, 3, 16, 8, "float32")
+DECODE = BenchCase("decode", "causal", 61, 2, 2, 4, 2, 16, 8, "float32")
 CASE = BenchCase("causal", "causal", 64, 2, 1, 4, 4, 16, 16, "float32")
 
 
@@ -112,6 +113,7 @@ def test_each_strategy_has_the_layout_that_balances_it() -> None:
         "ring zigzag", "ulysses contiguous", "all_gather zigzag", "hybrid zigzag", "auto zigzag"
     ]  # fmt: skip
     assert names("linear", 2) == ["by_heads contiguous"]
+    assert names("decode", 2) == ["cache contiguous"]
     packed = names("packed", 2, strategy=["ring", "ulysses"])
     assert packed == ["ring zigzag", "ring balanced", "ulysses contiguous"]
     every = names("packed", 2, strategy=["ring"], layout=["striped", "zigzag"], backend=["auto", "cpu"])
@@ -124,6 +126,16 @@ def test_operations_are_counted_from_the_mask(mask: str, pairs: int) -> None:
     assert case.visible_pairs() == 2 * pairs
     assert case.operations(backward=False) == 2 * (2 * pairs) * 3 * (8 + 4)
     assert case.operations(backward=True) == 2 * (2 * pairs) * 3 * ((8 + 4) + (3 * 8 + 2 * 4))
+
+
+def test_decoding_counts_the_new_tokens() -> None:
+    case = replace(DECODE, batch=1)
+    assert case.queries().tolist() == list(range(31, 61))
+    assert case.visible_pairs() == sum(range(32, 62))
+    assert replace(case, seq_len=1000).new_tokens == 32
+    sample = Sample("SDPA", "ideal", seconds={FORWARD: [0.5], BOTH: []}, cpu=[0.5])
+    (row,) = rows_of(CaseResult(case, [sample], {}, 1))
+    assert row["tokens_per_s"] == 30 / 0.5
 
 
 def test_linear_attention_is_its_definition() -> None:
@@ -320,6 +332,11 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
         linear = CaseMeasurement(replace(place, case=LINEAR), config, lambda text: None)
         linear.prepare()
         linear.rounds(until=0.0)
+        decode = CaseMeasurement(replace(place, case=DECODE), config, lambda text: None)
+        decode.prepare()
+        decode.rounds(until=0.0)
+        windows = CaseMeasurement(replace(place, case=replace(DECODE, mask="window:8")), config, lambda text: None)
+        windows.prepare()
     ring = of_seqpar(place, "ring", "zigzag")
     assert ring.silent is not None
     inputs = place.inputs(ring.positions)
@@ -343,6 +360,9 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
         "positions": of_seqpar(packed, "ring", "balanced").positions.tolist(),
         "balanced": {sample.name: sample for sample in balanced.result.samples},
         "linear": {sample.name: sample for sample in linear.result.samples},
+        "decode": {sample.name: sample for sample in decode.result.samples},
+        "refused to decode": decode.result.refused,
+        "windows": windows.result.refused,
     }
 
 
@@ -371,7 +391,14 @@ def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
         assert set(answer["linear"]) == {"linear attention", "by_heads contiguous"}
         assert [len(x.silent[BOTH]) for x in answer["linear"].values()] == [0, 3]
         assert "ring balanced" in answer["balanced"]
-        for x in (*answer["linear"].values(), *answer["balanced"].values()):
+        assert set(answer["decode"]) == {"SDPA", "local cpu", "cache contiguous"}
+        assert not answer["refused to decode"]
+        assert set(answer["windows"]) == set(answer["decode"]) and "decoding is causal" in answer["windows"]["SDPA"]
+        assert [len(x.silent[FORWARD]) for x in answer["decode"].values()] == [0, 0, 3]
+        assert not any(x.seconds[BOTH] for x in answer["decode"].values())
+        # For each new token, the output and the log-sum-exp of each head, in float32.
+        assert answer["decode"]["cache contiguous"].bytes_sent == 30 * 2 * 4 * (8 + 1) * 4
+        for x in (*answer["linear"].values(), *answer["balanced"].values(), *answer["decode"].values()):
             assert_error(x.error, 0.0)
         assert answer["linear"]["by_heads contiguous"].bytes_sent > 0
     made = seqpar.Sharding.balanced(Mask.documents([0, 768, 1024]), 1024, ranks=2, rank=1)
