@@ -20,23 +20,57 @@ def parallelize(model: nn.Module, cp_mesh: DeviceMesh, **options: Any) -> None:
     the model the ``VarlenMetadata`` of the full batch as ``attention_masks``.
 
     Args:
-        model: a model whose attention modules are torchtitan's.
+        model: a model whose attention modules are torchtitan's. A language model is built with
+            ``attn_backend="varlen"``.
         cp_mesh: the mesh of the context-parallel ranks, of one dimension.
         options: ``strategy`` ("ring" by default) and other keyword arguments of ``seqpar.attention``.
+
+    Raises:
+        ValueError: an ``inner_attention`` that is neither a ``VarlenAttention`` nor a ``ScaledDotProductAttention``, or
+            a language model with a part that sees other tokens without an ``inner_attention``.
     """
+    from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
+    from torchtitan.models.common.decoder import Decoder
+
+    if isinstance(model, Decoder):
+        parts = {name: part for name, part in model.named_children() if name not in _BY_TOKEN | {"layers"}}
+        parts |= {f"layers.{name}": layer for name, layer in model.layers.items() if not _attentions(layer)}
+        for name, part in parts.items():
+            raise ValueError(
+                f"{name} ({type(part).__name__}): has no inner_attention, and would see this rank's tokens only; use a "
+                "model whose layers all have one, without a vision encoder and without multi-token prediction"
+            )
+    found = _attentions(model)
+    for name, module in found.items():
+        inner = module.inner_attention
+        if type(inner) not in (ScaledDotProductAttention, VarlenAttention):
+            raise ValueError(
+                f"{name}.inner_attention={type(inner).__name__}: expected VarlenAttention or "
+                'ScaledDotProductAttention; build the model with attn_backend="varlen"'
+            )
     shared: dict[Any, InnerAttention] = {}
-    for module in list(model.modules()):
-        if hasattr(module, "inner_attention"):
-            window = getattr(module.inner_attention, "window_size", (-1, 0))
-            module.inner_attention = shared.setdefault(window, InnerAttention(cp_mesh, window, options))
+    for module in found.values():
+        window = getattr(module.inner_attention, "window_size", None)
+        if window not in shared:
+            shared[window] = InnerAttention(cp_mesh, window, options)
+        module.inner_attention = shared[window]
+
+
+# The parts of a torchtitan Decoder that compute each token by itself.
+_BY_TOKEN = {"tok_embeddings", "norm", "lm_head"}
+
+
+def _attentions(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "inner_attention")}
 
 
 class InnerAttention(nn.Module):
     """torchtitan's inner attention, for all layers of a model with the same window. It has no parameters."""
 
-    def __init__(self, cp_mesh: DeviceMesh, window: tuple[int, int], options: dict[str, Any]) -> None:
+    def __init__(self, cp_mesh: DeviceMesh, window: tuple[int, int] | None, options: dict[str, Any]) -> None:
         super().__init__()
-        self.cp_mesh, self.window, self.options = cp_mesh, Mask.sliding_window(*window), options
+        self.cp_mesh, self.options = cp_mesh, options
+        self.window = None if window is None else Mask.sliding_window(*window)  # None: ``is_causal`` decides
         self.sharding: Sharding | None = None
         self._documents: tuple[Any, Mask] | None = None  # the last VarlenMetadata and its mask
 
@@ -50,11 +84,16 @@ class InnerAttention(nn.Module):
         scale: float | None = None,
         enable_gqa: bool = False,
         is_causal: bool = True,
+        out_transform: Any = None,
     ) -> Tensor:
         """``[batch, seq_local, heads, v_head_dim]``. ``attention_masks``: a ``VarlenMetadata``, or None."""
+        if out_transform is not None:
+            raise ValueError("out_transform: not supported (attention sinks use it); leave it out")
         if self.sharding is None or self.sharding.seq_local != q.shape[1]:  # all ranks hold as many tokens
             self.sharding = Sharding(q.shape[1] * self.cp_mesh.size(), "zigzag", mesh=self.cp_mesh)
-        mask = self.window if is_causal else Mask.full()
+        mask = self.window
+        if mask is None:
+            mask = Mask.causal() if is_causal else Mask.full()
         if attention_masks is not None:
             mask &= self._mask(attention_masks, q.shape[0], self.sharding.seq_len)
         options = {"mask": mask, "sharding": self.sharding, "softmax_scale": scale, **self.options}

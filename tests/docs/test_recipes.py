@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import nn
 
 from ..reference import assert_close
 from .test_docs import ROOT, _blocks
@@ -62,7 +64,7 @@ def _run(command: list[str], source: str, folder: Path) -> list[str]:
     script = folder / "recipe.py"
     script.write_text(source)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120"}
+    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_raylet_start_wait_time_s": "120", "RAY_DEDUP_LOGS": "0"}
     run = subprocess.run(
         [*command, str(script)], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -87,10 +89,42 @@ def test_a_recipe_is_one_process(recipe: str, tmp_path: Path) -> None:
         assert_close(x, results[0])
 
 
+def test_torchtitan_refuses_what_it_would_not_see() -> None:
+    """Layers and masks that the adapter does not replace would see the tokens of one rank only."""
+    models = pytest.importorskip("torchtitan.models.llama3")
+    glimmer = pytest.importorskip("torchtitan.models.muse_glimmer").muse_glimmer_configs
+    from seqpar.adapters import torchtitan
+
+    def refused(model: Any, reason: str) -> None:
+        before = {name: type(x) for name, x in model.named_modules()}
+        with pytest.raises(ValueError, match=reason):
+            torchtitan.parallelize(model, None)
+        assert before == {name: type(x) for name, x in model.named_modules()}
+
+    flex = r"attention.inner_attention=FlexAttention: .*attn_backend"
+    for config in (models.llama3_configs["debugmodel"], glimmer["debugmodel"]):
+        refused(config(attn_backend="flex").build(), flex)
+    model = models.llama3_configs["debugmodel"](attn_backend="varlen").build()
+    first = next(iter(model.layers.values()))
+    attention, first.attention = first.attention, nn.Conv1d(1, 1, 3)
+    refused(model, r"layers.0 .*no inner_attention")
+    first.attention, model.mtp_layers = attention, nn.ModuleList([attention])
+    refused(model, r"mtp_layers .*no inner_attention")
+
+
 def test_ray_train(tmp_path: Path) -> None:
-    """Each worker finds its rank, and the recipe's sharding has two."""
+    """Two workers train as the recipe's function alone does in one process."""
     pytest.importorskip("ray.train.torch")
     code = _sections()
     (printed,) = (source for title, source in code.items() if title.startswith("Ray"))
-    printed = printed.replace("    ...  # the loop\n", "    print('RESULT', mesh.size(), sharding.seq_local)\n")
-    assert set(_run([sys.executable], "import seqpar\n" + printed, tmp_path)) == {"2 64"}
+    shown = f"print('RESULT', mesh.size(), step, loss.item(), {_NORM.format('model.parameters()')})"
+    assert "print(step, loss.item())" in printed
+    printed = printed.replace("print(step, loss.item())", shown) + "train()\n"
+    lines = _run([sys.executable], code[""] + printed, tmp_path)
+    results = [[float(x) for x in line.split()] for line in lines]
+    single = {x[1]: x[2:] for x in results if x[0] == 1}
+    workers = [x[1:] for x in results if x[0] == 2]
+    assert len(single) == 3
+    assert len(workers) == 6
+    for step, *x in workers:
+        assert_close(x, single[step])
