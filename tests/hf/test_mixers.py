@@ -7,7 +7,7 @@ import gc
 import importlib.util
 import re
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,11 +23,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import seqpar
 import seqpar.hf
 from seqpar.hf.calls.forward import _say_documents_are_apart
-from seqpar.hf.mechanisms import mixers
+from seqpar.hf.mechanisms import mixer_operator, mixers
 from seqpar.placement.layout import LayoutName, TokenLayout
 from seqpar.strategies.auto import sends_states
 
@@ -202,6 +203,94 @@ def test_states_where_they_pay(seq_len: int, layout: LayoutName, ranks: int, per
     """For a layer of Qwen3.5 with 32 heads, 12 KB a token each way and 4 MB a state."""
     tokens = TokenLayout(seq_len, layout, ranks)
     assert sends_states(tokens, per_host, 32, 25_000, 4 * 32 * 128 * 256) is states
+
+
+# Lengths and paddings that differ, of 2 rows; then documents, of 1 row. Each with the tokens that are left out.
+COMPILED_BATCHES = [("plain", 0), ("left", 6), ("plain", 3), ("right", 1), ("packed", 0)]
+
+
+def cropped(model: nn.Module, how: str, left_out: int) -> dict[str, Tensor]:
+    return {name: x[:, : x.shape[1] - left_out] for name, x in make_batch(how, True, model).items()}
+
+
+@cache
+def one_process_on_batches(model: str) -> Expected:
+    reference = tiny(Case(model, "plain").family)
+
+    def step() -> tuple[float, Tensor]:
+        reference.zero_grad()
+        loss = sum(one_process(reference, cropped(reference, *batch), True) for batch in COMPILED_BATCHES)
+        return loss, gradients(reference)
+
+    loss, first = step()
+    nudge(reference.parameters())
+    return Expected(loss, first, float((step()[1] - first).norm() / first.norm()))
+
+
+@on_ranks
+def compiled_errors(
+    group: ProcessGroup, name: str, backend: str, how: str, expected: Expected
+) -> tuple[list[int], float, float]:
+    """The number of graphs after each batch on the last rank, and the errors of the losses' sum and of all gradients.
+
+    The other rank runs eagerly, and so sends the same messages.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = 0
+
+    def counted(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    model = tiny(Case(name, "plain").family)
+    if how == "checkpoint":
+        model.activation_checkpointing_enable()
+    seqpar.hf.parallelize(model, group=group)
+    if group.rank() == group.size() - 1:
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        inner = {child for layer in layers for child in layer.modules() if child is not layer}
+        for layer in layers:
+            if layer not in inner:
+                layer.compile(backend=counted, fullgraph=True)
+    found, losses = [], []
+    states = mock.patch.object(mixers, "sends_states", return_value=True) if how == "states" else nullcontext()
+    with states, torch._dynamo.config.patch(recompile_limit=16):  # nemotron_h has four kinds of layers of one class
+        for batch in COMPILED_BATCHES:
+            losses.append(model(**cropped(model, *batch)).loss)
+            if how != "together":
+                losses[-1].backward()
+            found.append(graphs)
+        if how == "together":  # every forward before the first backward
+            sum(losses).backward()
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert not mixers._compiled
+    gc.collect()
+    assert not mixer_operator._graphs  # what forward has kept for backward is gone
+    seqpar.sync_gradients(model, group=group)
+    distance = float((gradients(model) - expected.gradients).norm() / expected.gradients.norm())
+    return found, abs(float(sum(losses)) - expected.loss) / abs(expected.loss), distance
+
+
+# "checkpoint": activations are recomputed. "together": every forward is before the first backward.
+COMPILED = [("qwen3_5", "eager", "checkpoint"), ("jamba", "aot_eager", "together"), ("qwen3_5", "aot_eager", "states")]
+COMPILED += [(model, "aot_eager", "checkpoint") for model in KINDS if model != "glm_moe_dsa"]
+
+
+@pytest.mark.slow
+@pytest.mark.thorough(backend=["eager"])
+@pytest.mark.thorough(model=["nemotron_h", "kimi_linear", "lfm2"])
+@pytest.mark.thorough(how=["states"])
+@pytest.mark.parametrize(("model", "backend", "how"), COMPILED)
+def test_a_compiled_layer_is_one_graph(pool: Pool, model: str, backend: str, how: str) -> None:
+    """Other lengths, paddings and documents compile nothing, except that a batch of one row is a graph of its own."""
+    expected = one_process_on_batches(model)
+    eager, compiled = pool.run(2, compiled_errors, model, backend, how, expected)
+    for _, loss, distance in (eager, compiled):
+        check_errors(loss, distance, expected.rounding, model, backend, how)
+    first, *others = compiled[0]  # for each kind of layer
+    assert others == [2 * first] * 3 + [3 * first]
 
 
 def test_mesh(own: OwnPool) -> None:

@@ -29,6 +29,7 @@ from ...sharding.sharding import Sharding
 from ...strategies.auto import sends_halo, sends_states
 from ..batch import BatchShard, PlacedShard
 from ..state import Patch, forwards
+from .mixer_operator import MixerFunction, call_mixer, is_constant
 
 Original = Callable[..., Any]
 _STATE_BYTES = 4  # of an element of a recurrent state, in float32
@@ -237,11 +238,21 @@ def _mean(x: Tensor) -> Tensor:
 
 
 def _delta_token(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
-    return value + _mean(query) + _mean(key) + _mean(g) + _mean(beta), None
+    return (value + _mean(query) + _mean(key) + _mean(g) + _mean(beta)).to(query.dtype), None
+
+
+def _scan_dtype(x: Tensor) -> torch.dtype:
+    """Transformers' own scans may return float32 where kernels return the dtype of x."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _mamba2_token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return (x + _mean(dt) + _mean(B) + _mean(C)).to(_scan_dtype(x))
 
 
 def _selective_token(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, z: Any = None, **kwargs: Any) -> Tensor:
-    return x + dt + B.mean(1, keepdim=True) + C.mean(1, keepdim=True) + (0 if z is None else z)
+    out: Tensor = x + dt + B.mean(1, keepdim=True) + C.mean(1, keepdim=True) + (0 if z is None else z)
+    return out.to(_scan_dtype(x))
 
 
 _DELTA, _FUSED = _Function(_delta_rule, _delta_token), _Function(_unfused, lambda *args, **kwargs: None)
@@ -249,9 +260,7 @@ _FUNCTIONS = {
     "causal_conv1d_fn": _Function(_convolution, lambda x, *args, **kwargs: x),
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
-    "mamba2_chunk_scan": _Function(
-        _mamba2, lambda x, dt, A, B, C, *args, **kwargs: x + _mean(dt) + _mean(B) + _mean(C)
-    ),
+    "mamba2_chunk_scan": _Function(_mamba2, _mamba2_token),
     "mamba2_split_conv1d_scan_combined": _FUSED,
     "mamba_selective_scan": _Function(_selective_scan, _selective_token),
     "mamba_inner_fn": _FUSED,
@@ -280,9 +289,9 @@ def register_mixer(
             ``original(*args, **kwargs)`` returns for these tokens. It calls ``original`` inside of ``by_heads``,
             ``by_states`` or ``halo`` of ``seqpar.mixers`` with ``**options``, which are the sharding and the mask.
             None: as the function of this name in transformers' files.
-        tokenwise: takes the same arguments as the function and returns outputs of the same shapes, in which each token
-            depends on itself only, and on each input. ``parallelize`` runs the model with it, and so sees whether
-            anything else mixes tokens.
+        tokenwise: takes the same arguments as the function and returns outputs of the same shapes and dtypes, in which
+            each token depends on itself only, and on each input. ``parallelize`` runs the model with it, and so sees
+            whether anything else mixes tokens. A compiled layer takes the shapes and dtypes from it.
 
     Raises:
         ValueError: the file is not imported or has no such function, or only one of ``sharded`` and ``tokenwise`` is
@@ -352,6 +361,10 @@ class _Alone(NamedTuple):
 # Of the layers that are running: the shard; None in a model that runs on this rank alone.
 _running: Running[PlacedShard | _Alone | None] = Running()
 
+# The same for layers that torch.compile traces, which can trace a list, but not ``_running``. Each shard is an argument
+# of the compiled code, and is here with its layer until the layer ends. Without a graph break nothing is seen of it.
+_compiled: list[tuple[PlacedShard, nn.Module]] = []
+
 
 def documents_apart(documents: Tensor) -> AbstractContextManager[None]:
     """In the block, a parallelized model that runs on this rank alone keeps ``documents`` apart.
@@ -375,18 +388,18 @@ def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> N
             patch.undo.callback(module.register_forward_hook(_after, always_call=True).remove)
     for file, functions in _files(model).items():
         for name, function in functions.items():
-            patch.undo.enter_context(replaced_in(file, name, partial(_stand_in, function.sharded)))
+            patch.undo.enter_context(replaced_in(file, name, partial(_stand_in, function)))
     patch.has_mixers = True
 
 
 def _before(patch: Patch) -> Callable[..., None]:
     @no_compile
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def begin(module: nn.Module, kwargs: dict[str, Any]) -> None:
         shard = kwargs.get("seqpar")
         if shard is None and (forward := forwards.now) is not None and forward.patch is patch:
             shard = forward.batch_shard
         if shard is None:
-            shard = _running.now
+            shard = _shard_now()
         if shard is None and patch.sharded:
             raise ValueError(
                 f"layer={type(module).__name__}: it runs outside of a forward of the parallelized model, and does not "
@@ -399,32 +412,77 @@ def _before(patch: Patch) -> Callable[..., None]:
         if "_gradient_checkpointing_func" in vars(module):
             _running.recomputed((module,), patch.undo)
 
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            shard = kwargs.get("seqpar")
+            if _compiled and (shard is None or shard is _compiled[-1][0]):
+                return  # a layer around it has said so; a checkpoint in compiled code may not change a list
+            if isinstance(shard, PlacedShard):
+                _compiled.append((shard, module))
+                return
+        begin(module, kwargs)
+
     return before
 
 
-@no_compile
 def _after(module: nn.Module, args: Any, output: Any) -> None:
+    if _compiled and _compiled[-1][1] is module:
+        _compiled.pop()
+    elif not (_compiled and torch.compiler.is_compiling()):
+        _end(module)
+
+
+@no_compile
+def _end(module: nn.Module) -> None:
     _running.pop(module)
 
 
-def _stand_in(sharded: Callable[..., Any], original: Original) -> Original:
+def _shard_now() -> PlacedShard | _Alone | None:
+    """The shard of the layer that is running in eager code, which may be inside of a compiled layer."""
+    shard = _running.now
+    if not _compiled:
+        return shard
+    if shard is not None and shard is not _compiled[-1][0]:
+        raise ValueError(
+            "layer: a compiled layer and a layer that runs eagerly inside of it or around it have different batches; "
+            "compile the layers of both models, or of none"
+        )
+    return _compiled[-1][0]
+
+
+def _stand_in(function: _Function, original: Original) -> Original:
     # A file that was imported while another one's function was replaced has the stand-in of that one.
     original = getattr(original, "_seqpar_original", original)
+    mixer = MixerFunction(getattr(original, "__name__", "mixer"), partial(function.sharded, original))
+    tokenwise = function.tokenwise
 
     @no_compile
-    def run(*args: Any, **kwargs: Any) -> Any:
-        shard = _running.now
+    def run_eagerly(*args: Any, **kwargs: Any) -> Any:
+        shard = _shard_now()
         if shard is None:
             return original(*args, **kwargs)
-        for argument in ("cu_seqlens", "seq_idx"):
-            if kwargs.pop(argument, None) is not None:
-                raise ValueError(
-                    f"{argument}: the documents of a sharded sequence are known from position_ids or cu_seq_lens of "
-                    "the whole batch; leave it out"
-                )
-        kwargs.pop("seqpar", None)
+        kwargs = _arguments(kwargs)
         options = {"sharding": shard.sharding, "mask": None if shard.unmasked else shard.mask}
-        return sharded(original, options, *args, **kwargs)
+        return function.sharded(original, options, *args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() and _compiled:
+            shard, given = _compiled[-1][0], _arguments(kwargs)
+            if all(isinstance(x, Tensor) or is_constant(x) for x in (*args, *given.values())):
+                with torch.no_grad():
+                    like = tokenwise(*args, **given)
+                return call_mixer(mixer, like, shard.sharding, shard.mask, args, given)
+        return run_eagerly(*args, **kwargs)
 
     run.__wrapped__ = run._seqpar_original = original  # type: ignore[attr-defined]
     return run
+
+
+def _arguments(kwargs: dict[str, Any]) -> dict[str, Any]:
+    for argument in ("cu_seqlens", "seq_idx"):
+        if kwargs.get(argument) is not None:
+            raise ValueError(
+                f"{argument}: the documents of a sharded sequence are known from position_ids or cu_seq_lens of "
+                "the whole batch; leave it out"
+            )
+    return {name: x for name, x in kwargs.items() if name not in ("cu_seqlens", "seq_idx", "seqpar")}
