@@ -93,6 +93,14 @@ def ring_of(
             backend.backward(rank_q, k[:, at], v[:, at], output, seen, score, targets)
             dk[:, at] += step_dk
             dv[:, at] += step_dv
+            if len(steps) == 1:
+                made = Grads(None, None, None, new_dq=True, new_dkv=True)
+                backend.backward(rank_q, k[:, at], v[:, at], output, seen, score, made)
+                for x, y in zip(made.tensors, (rank_dq, step_dk, step_dv), strict=True):
+                    torch.testing.assert_close(x.float(), y)
+                launches = backend.launches(seen, rank_q, k[:, at]) if isinstance(backend, LibraryBackend) else None
+                if launches is not None and len(launches) == 1 and launches[0].call.ends is None:
+                    assert made.dq.dtype == q.dtype  # as the library has made them, without a float32 copy
         out[:, own], lse[:, :, own] = rank_out.float(), rank_lse
         dq[:, own] = rank_dq if steps else 0.0
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "carry": unrounded}
