@@ -369,7 +369,8 @@ def _key_intervals(
 
 def _choice(backend: str, q: Tensor, k: Tensor, v: Tensor, score: Score, g: int, shared: Shared) -> BackendChoice:
     """The backends that may compute the call. Layers whose calls are of the same kind share it."""
-    key = backend, q.shape, q.dtype, q.device, k.shape, v.shape, score.softmax_scale, score.softcap, g
+    features = score.softmax_scale, score.softcap, score.alibi_slopes is None, score.sinks is None
+    key = backend, q.shape, q.dtype, q.device, k.shape, v.shape, features, g
     if (choice := shared.get(key)) is None:
         choice = shared[key] = BackendChoice(backend, q)
     found: BackendChoice = choice

@@ -235,3 +235,17 @@ def test_no_new_tokens() -> None:
         layer(torch.randn(1, 8, 8), cache=cache)
         with pytest.raises(ValueError, match="cache: a call after the prompt has 0 new tokens"):
             layer(torch.randn(1, 0, 8), cache=cache)
+
+
+def test_layers_of_one_cache_may_score_differently() -> None:
+    """The layers of a token share the choice of a backend only if their calls have the same features."""
+    q, k, v = (torch.randn(1, 9, 2, 8) for _ in range(3))
+    slopes = torch.tensor([0.5, 0.25])
+    options: list[dict[str, Any]] = [{}, {"alibi_slopes": slopes}, {"softcap": 2.0}, {"sinks": slopes}]
+    cache = seqpar.KeyValueCache(seqpar.Sharding(8, strategy="local"))
+    with torch.no_grad():
+        for start, stop in ((0, 8), (8, 9)):
+            tokens = [x[:, start:stop] for x in (q, k, v)]
+            outs = [cache.attention(i, *tokens, strategy="local", **x) for i, x in enumerate(options)]
+    for out, option in zip(outs, options, strict=True):
+        assert_close(out, seqpar.attention(q, k, v, strategy="local", **option)[:, 8:])
