@@ -70,8 +70,13 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Attention of ``query [seq_local, batch, heads, head_dim]``: ``[seq_local, batch, heads * head_dim]``.
 
-        ``attention_mask`` is not read: the layer's ``attn_mask_type`` and window decide.
+        The layer's ``attn_mask_type`` and window are the mask, so ``attention_mask`` is None.
         """
+        if attention_mask is not None:
+            raise ValueError(
+                "attention_mask: a tensor is not supported, because the layer's attn_mask_type is the mask; pass None "
+                "(create_attention_mask=False in GPTDatasetConfig)"
+            )
         for name, given in (("attention_bias", attention_bias), ("packed_seq_params", packed_seq_params)):
             if given is not None:
                 raise ValueError(f"{name}: not supported; leave it out")

@@ -28,6 +28,12 @@ RECIPES = {
     "torchtitan": ("torchtitan.models.llama3", ""),
     "megatron-core": (
         "megatron.core",
+        "refused = False\n"
+        "try:  # a tensor may hold documents, and the layer's mask would be causal\n"
+        "    model(local['tokens'], local['position_ids'], torch.ones(1, 1, 1, 1).bool())\n"
+        "except ValueError as error:\n"
+        "    refused = 'attention_mask' in str(error)\n"
+        "assert refused\n"
         "loss = losses.sum() / ids.numel()\n"
         "loss.backward()\n"
         "gradients = [p.grad for p in model.parameters()]\n"
