@@ -20,10 +20,11 @@ pytestmark = pytest.mark.slow
 # By the beginning of a title: the module that the recipe needs, and what is added to print a result that must be equal
 # on one rank and on two. The other recipes compare themselves with one device.
 _NORM = "sum(p.square().sum() for p in {}).sqrt().item()"
+_PRINT = "print(' '.join(map(str, ('RESULT', {}))) + '\\n', end='')"  # in one piece: the ranks share the output
 RECIPES = {
     "Lightning": (
         "lightning",
-        f"print('RESULT', trainer.callback_metrics['loss'].item(), {_NORM.format('module.parameters()')})",
+        _PRINT.format(f"trainer.callback_metrics['loss'].item(), {_NORM.format('module.parameters()')}"),
     ),
     "torchtitan": ("torchtitan.models.llama3", ""),
     "megatron-core": (
@@ -38,8 +39,7 @@ RECIPES = {
         "loss.backward()\n"
         "gradients = [p.grad for p in model.parameters()]\n"
         "for x in (loss.data, *gradients):\n"
-        "    torch.distributed.all_reduce(x)\n"
-        f"print('RESULT', loss.item(), {_NORM.format('gradients')})",
+        "    torch.distributed.all_reduce(x)\n" + _PRINT.format(f"loss.item(), {_NORM.format('gradients')}"),
     ),
     "litgpt": ("litgpt", ""),
     "x-transformers": ("x_transformers", ""),
@@ -123,7 +123,7 @@ def test_ray_train(tmp_path: Path) -> None:
     pytest.importorskip("ray.train.torch")
     code = _sections()
     (printed,) = (source for title, source in code.items() if title.startswith("Ray"))
-    shown = f"print('RESULT', mesh.size(), step, loss.item(), {_NORM.format('model.parameters()')})"
+    shown = _PRINT.format(f"mesh.size(), step, loss.item(), {_NORM.format('model.parameters()')}")
     assert "print(step, loss.item())" in printed
     printed = printed.replace("print(step, loss.item())", shown) + "train()\n"
     lines = _run([sys.executable], code[""] + printed, tmp_path)
