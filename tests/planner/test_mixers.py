@@ -252,7 +252,7 @@ def runtime(kind: str, mixer: Mixer, sharding: Sharding, mask: Mask) -> list[tup
 
             def recurrence(*args: Any, **kwargs: Any) -> Any:
                 result = function.tokenwise(*args, **kwargs)
-                out = result[0].bfloat16() if isinstance(result, tuple) else result
+                out = (result[0] if isinstance(result, tuple) else result).bfloat16()
                 if kwargs.get("output_final_state"):
                     return out, 0 * out.float().sum() + torch.zeros(
                         len(out), out.shape[2], args[1].shape[3], out.shape[3]
