@@ -550,6 +550,7 @@ def test_compiling_raises_in_the_interpreter() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_gpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every function, in this process. ``test_gpu_benchmark.py`` tests the processes."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
