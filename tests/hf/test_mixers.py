@@ -424,3 +424,11 @@ def test_errors_of_register_mixer() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             register(*arguments)
+
+
+def test_a_model_beside_a_compiled_layer_does_not_take_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model that is not parallelized, in another thread, while a compiled layer with a graph break runs."""
+    assert mixers._shard_now() is None
+    monkeypatch.setattr(mixers, "_compiled", [(object(), nn.Linear(1, 1))])
+    with pytest.raises(ValueError, match="another model"):
+        mixers._shard_now()

@@ -447,6 +447,12 @@ def _shard_now() -> PlacedShard | _Alone | None:
             "layer: a compiled layer and a layer that runs eagerly inside of it or around it have different batches; "
             "compile the layers of both models, or of none"
         )
+    forward = forwards.now  # of this thread, unlike ``_compiled``
+    if shard is None and (forward is None or forward.batch_shard is not _compiled[-1][0]):
+        raise ValueError(
+            "layer: while a compiled layer with a graph break runs, it is not known whether this layer belongs to it "
+            "or to another model, which may run in another thread; run one model at a time, or compile none of them"
+        )
     return _compiled[-1][0]
 
 
