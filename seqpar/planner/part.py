@@ -23,7 +23,7 @@ class PartRow(NamedTuple):
         before: weights that it is multiplied by before the part's own computation.
         after: weights that it is multiplied by after it.
         between: weights that it is multiplied by in it.
-        unused: weights that it is not multiplied by, such as those of other experts.
+        unused: weights that it is not multiplied by, such as the weights of other experts.
         flops: FLOPs besides the products with weights and self-attention.
         moved: elements that are read and written between the products, besides the part's own computation.
         moved_backward: the same in backward.

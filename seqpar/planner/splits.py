@@ -86,8 +86,8 @@ def allowed_switches(
 ) -> list[Switches]:
     """Every combination of switches that the arguments of ``plan`` allow, the least recomputation first.
 
-    Projections by groups of heads save little unless whole layers are recomputed and the MLP is tiled. A model whose
-    layers ``Memory`` does not change has its own gradient checkpointing, or that of ``seqpar.diffusers``.
+    Projections by groups of heads save little unless whole layers are recomputed and the MLP is tiled. If ``Memory``
+    does not change a model's layers, the model or ``seqpar.diffusers`` checkpoints its blocks.
 
     Raises:
         ValueError: ``recompute`` is none of ``RECOMPUTE``, ``head_groups`` does not divide the KV heads, or no
