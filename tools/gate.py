@@ -176,6 +176,10 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
                 config = for_split(table_config(architecture, "backward", head_dim, dtype))
                 launch = attention("backward", head_dim, dtype, config, split=4)
                 yield Case(target, "backward", head_dim, dtype, "split", launch)
+                for kernel in ("backward", "dkdv", "dq"):
+                    config = table_config(architecture, kernel, head_dim, dtype)
+                    launch = attention(kernel, head_dim, dtype, config, new=True)
+                    yield Case(target, kernel, head_dim, dtype, "stored", launch)
         for feature, options in FORWARD_FEATURES.items():
             for head_dim, v_head_dim in ((64, 64), (128, 128), (576, 512)):
                 config = table_config(architecture, "forward", head_dim, dtype, v_head_dim=v_head_dim)
@@ -214,9 +218,13 @@ def attention(
     carry: bool = False,
     last: bool = True,
     split: int = 1,
+    new: bool = False,
     hip: bool = False,
 ) -> Launch:
-    """The launch of an attention kernel ("forward", "backward", "dkdv", "dq") on tensors of the meta device."""
+    """The launch of an attention kernel ("forward", "backward", "dkdv", "dq") on tensors of the meta device.
+
+    ``new``: the gradients of one program are stored in ``dtype``, instead of added to float32.
+    """
     intervals, score = MetaIntervals(), score or MetaScore()
     q = _empty(_BATCH, _SEQ, _HEADS, head_dim, dtype=dtype)
     k = _empty(_BATCH, _SEQ, _KV_HEADS, head_dim, dtype=dtype)
@@ -229,12 +237,15 @@ def attention(
         return forward_launch(
             q, k, v, intervals, score, acc=acc, lse_in=lse_in, out=out, lse=lse, last=last, config=config, hip=hip
         )
-    dq, dk, dv = (_empty(*x.shape) for x in (q, k, v))
+    dq, dk, dv = (_empty(*x.shape, dtype=dtype if new else torch.float32) for x in (q, k, v))
+    if kernel == "backward":
+        dq = _empty(*q.shape)
     operands = Operands(dout, q, k, v, _empty(2 * _BATCH * _HEADS, _SEQ), intervals, dq, dk, dv)
     if kernel == "dq":
-        return dq_launch(operands, score, config, hip=hip)
+        return dq_launch(operands, score, config, new=new, hip=hip)
     bounds, ranges = _empty(2, _SEQ, dtype=torch.int32), _empty(2, 1, 2 * _SEQ // config.block_n, dtype=torch.int32)
-    return keys_launch(operands, score, bounds, ranges, config, with_dq=kernel == "backward", split=split, hip=hip)
+    with_dq = kernel == "backward"
+    return keys_launch(operands, score, bounds, ranges, config, with_dq=with_dq, new=new, split=split, hip=hip)
 
 
 def elementwise_launches() -> dict[str, Launch]:

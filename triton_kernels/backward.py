@@ -198,8 +198,9 @@ def attention_backward(
         q, k, v, intervals, score, allow_tf32: the forward's.
         lse: float32 ``[batch, heads, q_len]``, the final log-sum-exp: over all keys, sinks included.
         delta: float32 ``[batch, heads, q_len]``, from :func:`~.preprocess.delta`.
-        dq, dk, dv: float32, shapes of ``q``, ``k`` and ``v``; added to in place.
+        dq, dk, dv: float32, shapes of ``q``, ``k`` and ``v``; added to in place. New ones may have other dtypes.
         new_dq, new_dkv: whether ``dq``, and ``dk`` and ``dv``, are uninitialised, so that the gradients are written.
+            Sums are rounded once, and are computed in float32 tensors if several programs add to an element.
         deterministic: whether the gradients must have the same bits in every run.
         config: tile sizes of ``backward_kernel``; None takes them from the table.
         dq_config: tile sizes of ``dq_kernel``, which runs if deterministic; None takes them from the table.
@@ -213,7 +214,7 @@ def attention_backward(
             if new:
                 x.zero_()
         return
-    dense = [unit_stride(x) for x in (dq, dk, dv)]
+    dense = [_sums(dq) if not deterministic else unit_stride(dq), unit_stride(dk), unit_stride(dv)]
     dout, q, k, v = (unit_stride(x) for x in (dout, q, k, v))
     operands = Operands(dout, q, k, v, statistics(lse, delta), intervals, *dense)
     mask = tune.mask_class(intervals) if tune.wanted(q) else None
@@ -227,6 +228,9 @@ def attention_backward(
         choice = _choices[key] = _choose(operands, score, *asked)
     keys_config, other_config, split = choice
     with_dq = other_config is None
+    if split > 1:
+        dense[1:] = map(_sums, dense[1:])
+        operands = operands._replace(dk=dense[1], dv=dense[2])
     # If several programs add to an element, it must be 0 first.
     zeroed = [*(dense[:1] if with_dq and new_dq else []), *(dense[1:] if split > 1 and new_dkv else [])]
     for x in zeroed:
@@ -253,6 +257,11 @@ def attention_backward(
     for (given, _), used in zip(gradients, dense, strict=True):
         if used is not given:
             given.copy_(used)
+
+
+def _sums(x: Tensor) -> Tensor:
+    """A tensor to which several programs can add: ``x``, or one like it in float32."""
+    return unit_stride(x) if x.dtype == torch.float32 else torch.empty_like(x, dtype=torch.float32)
 
 
 class _Configs(NamedTuple):
@@ -295,7 +304,7 @@ def _choose(
         return _Configs(keys_config, dq_config or chosen("dq"), 1)
     names = ("backward",) if one else ("dkdv", "dq")
     # Candidates run many times, so they write to scratch gradients.
-    dq, dk, dv = (torch.zeros_like(x) for x in (operands.dq, operands.dk, operands.dv))
+    dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32) for x in (operands.dq, operands.dk, operands.dv))
     scratch = operands._replace(dq=dq, dk=dk, dv=dv)
     flags = f"{''.join(str(feature) for feature in features.values())} {mask}"
 

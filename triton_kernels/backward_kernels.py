@@ -168,8 +168,8 @@ def backward_kernel(
     V, stride_vb, stride_vs, stride_vh,        # [b, k, n, e]
     DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, e], pointer or descriptor
     DQ, stride_dqb, stride_dqs, stride_dqh,    # WITH_DQ: [b, q, h, d], float32, pointer or descriptor
-    DK, stride_dkb, stride_dks, stride_dkh,    # [b, k, n, d], float32
-    DV, stride_dvb, stride_dvs, stride_dvh,    # [b, k, n, e], float32
+    DK, stride_dkb, stride_dks, stride_dkh,    # [b, k, n, d], float32; any dtype if NEW and SPLIT is 1
+    DV, stride_dvb, stride_dvs, stride_dvh,    # [b, k, n, e], as DK
     STATISTICS, BOUNDS, RANGES,                # see tiles.py
     Q_POSITIONS, K_POSITIONS,                  # int32 [q], [k]
     ALIBI_SLOPES, stride_slopes,               # [h] or [b, h]
@@ -291,7 +291,7 @@ def dq_kernel(
     K, stride_kb, stride_ks, stride_kh, K_TAIL,    # [b, k, n, d], pointers or descriptors
     V, stride_vb, stride_vs, stride_vh,        # [b, k, n, e], pointer or descriptor
     DOUT, stride_db, stride_ds, stride_dh,     # [b, q, h, e]
-    DQ, stride_dqb, stride_dqs, stride_dqh,    # [b, q, h, d], float32
+    DQ, stride_dqb, stride_dqs, stride_dqh,    # [b, q, h, d], float32; any dtype if NEW
     STATISTICS,                                # see tiles.py
     LO, HI, stride_rows,                       # int32 [1 or b, q]
     Q_POSITIONS, K_POSITIONS,                  # int32 [q], [k]

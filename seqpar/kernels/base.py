@@ -83,6 +83,7 @@ class Grads:
             floating dtype.
         new_dq: whether ``dq`` is uninitialised, so that the gradient is written to it instead of added.
         new_dkv: whether ``dk`` and ``dv`` are uninitialised.
+        final: whether nothing is added to them later, so that they may be rounded to the dtypes of q, k and v.
     """
 
     dq: Any
@@ -90,6 +91,7 @@ class Grads:
     dv: Any
     new_dq: bool = False
     new_dkv: bool = False
+    final: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,10 +103,15 @@ class Grads:
         """For each of ``dq, dk, dv``, whether it is uninitialised."""
         return self.new_dq, self.new_dkv, self.new_dkv
 
-    def make(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``dq, dk, dv``, made uninitialised in float32 (float64 for float64) if they are None."""
+    def make(self, q: Tensor, k: Tensor, v: Tensor, *, rounded: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """``dq, dk, dv``, made uninitialised if they are None.
+
+        They are float32 (float64 for float64), or, if ``rounded`` and final, have the dtypes of ``q``, ``k`` and ``v``.
+        """
         if self.dq is None:
-            self.dq, self.dk, self.dv = (torch.empty_like(x, dtype=accumulator(x.dtype)) for x in (q, k, v))
+            dtypes = (x.dtype if rounded and self.final else accumulator(x.dtype) for x in (q, k, v))
+            tensors = (torch.empty_like(x, dtype=dtype) for x, dtype in zip((q, k, v), dtypes, strict=True))
+            self.dq, self.dk, self.dv = tensors
         return self.tensors
 
     def zero_new_(self) -> None:

@@ -80,7 +80,7 @@ class TritonBackend:
                 delta,
                 intervals.to(q.device),
                 score,
-                *grads.make(q, k, v),
+                *grads.make(q, k, v, rounded=True),
                 new_dq=grads.new_dq,
                 new_dkv=grads.new_dkv,
                 deterministic=self.deterministic or torch.are_deterministic_algorithms_enabled(),

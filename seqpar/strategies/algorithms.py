@@ -54,7 +54,8 @@ class AllToAll(Algorithm):
         exchange = _exchange(call, shapes[0], dout.device)
         if call.spec.return_lse:
             dlse = exchange.lse_gradient_to_heads(dout, dlse)
-        new_run = partial(Run, call, lse_gradient=dlse is not None)
+        is_part = exchange.shares_kv or not all(chunk.has_kv for chunk in exchange.chunks)
+        new_run = partial(Run, call, lse_gradient=dlse is not None, is_part=is_part)
         return ulysses_backward(exchange, new_run, saved, dout, dlse, *shapes)
 
     def lse_shape(self, spec: AttentionSpec, q_shape: Sequence[int]) -> tuple[int, ...]:

@@ -179,15 +179,26 @@ class Run:
         heads: the heads of ``q, k, v``, all or some of ``call.heads``.
         q, k, v: ``[b, q, h, d]``, ``[b, k, n, d]`` and ``[b, k, n, e]``, contiguous.
         lse_gradient: whether backward has a gradient of the log-sum-exp.
+        is_part: whether gradients of other runs or ranks are added to this run's dk and dv.
     """
 
+    is_part = False
+
     def __init__(
-        self, call: AttentionCall, heads: Heads, q: Tensor, k: Tensor, v: Tensor, *, lse_gradient: bool = False
+        self,
+        call: AttentionCall,
+        heads: Heads,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lse_gradient: bool = False,
+        is_part: bool = False,
     ) -> None:
         plan = call.plan
         links = links_of(call.placement, q.device)
         shares_memory = links.share_memory
-        self.kv_ready, self.plan, self.heads = call.kv_ready, plan, heads
+        self.kv_ready, self.plan, self.heads, self.is_part = call.kv_ready, plan, heads, is_part
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
@@ -252,7 +263,8 @@ class Run:
         self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, grads: list[Any], dk: Any, dv: Any
     ) -> None:
         """Add the gradients of a step to ``grads[0]``, ``dk`` and ``dv``, or write them where these are new."""
-        of_step = Grads(take_heads(grads[0], step.q_heads), dk, dv, step.new_dq, step.new_dkv)
+        dq = take_heads(grads[0], step.q_heads)
+        of_step = Grads(dq, dk, dv, step.new_dq, step.new_dkv, final=dq is None and not self.is_part)
         if step.attends:
             seen = partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
             self.kernel.backward(q, k, v, output, seen, of_step, step.q_heads)

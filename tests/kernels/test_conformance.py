@@ -113,8 +113,12 @@ def check(
     for name, x in {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items():
         assert_close(x, expected[name], dtype, name)
     if len(steps) == 1:  # the backend makes the gradients
-        grads = Grads(None, None, None, new_dq=True, new_dkv=True)
-        backend.backward(q, k, v, output, steps[0][1], score, grads)
-        for name, x, like in zip(("dq", "dk", "dv"), grads.tensors, (q, k, v), strict=True):
-            assert x.shape == like.shape and x.is_floating_point()
-            assert_close(x, expected[name], dtype, f"{name} of a single step")
+        made = [Grads(None, None, None, new_dq=True, new_dkv=True, final=final) for final in (False, True)]
+        for grads in made:
+            backend.backward(q, k, v, output, steps[0][1], score, grads)
+            for name, x, like in zip(("dq", "dk", "dv"), grads.tensors, (q, k, v), strict=True):
+                assert x.shape == like.shape and x.is_floating_point()
+                assert_close(x, expected[name], dtype, f"{name} of a single step")
+        for part, final in zip(made[0].tensors[1:], made[1].tensors[1:], strict=True):
+            assert torch.equal(part.to(dtype), final.to(dtype)), "sums are rounded once"
+            assert backend.name != "triton" or (part.dtype, final.dtype) == (accumulator(dtype), dtype)

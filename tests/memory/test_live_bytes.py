@@ -7,8 +7,14 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from seqpar import Mask
+from seqpar import Mask, attention
+from seqpar.kernels import BACKENDS
+from seqpar.kernels.base import Carry, Grads
+from seqpar.kernels.reference import ReferenceBackend
 from seqpar.memory import Memory
 from seqpar.memory.head_groups import group_heads
 from seqpar.memory.switches import Checkpoint
@@ -96,3 +102,52 @@ def test_bytes_when_the_backward_of_a_group_of_heads_begins(groups: int) -> None
     recomputed = SHAPE.attention.kept(SETTING, groups)
     expected = recomputed + 2 * HIDDEN * TOKENS / groups + (2 + 4) * HIDDEN * TOKENS
     assert live.before["seqpar.attention_backward"] == pytest.approx(expected, rel=0.05)
+
+
+class _Rounds(ReferenceBackend):
+    """A library's kernel: its gradients are in the model's dtype."""
+
+    reads_delta = False
+
+    def forward(self, q: Tensor, *_: Any) -> Carry:
+        return torch.zeros_like(q), q.new_zeros(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+        grads: Grads = others[-1]
+        for x in grads.make(q, k, v, rounded=True):
+            x.zero_()
+
+
+def test_gradients_of_a_single_step_have_no_float32_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward of one rank makes dq, dk and dv, and nothing else."""
+    monkeypatch.setitem(BACKENDS, "reference", _Rounds())
+    q, k, v = (torch.randn(1, TOKENS, HEADS, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    for _ in range(2):
+        out = attention(q, k, v, strategy="local", backend="reference")
+        dout = torch.randn_like(out)
+        with LiveBytes() as live:
+            gradients = torch.autograd.grad(out, (q, k, v), dout)
+        assert all(x.dtype == torch.bfloat16 for x in gradients)
+        assert live.peak == 3 * q.nbytes
+
+
+@pytest.mark.parametrize(("kv_heads", "is_final"), [(8, True), (4, True), (2, False)])
+def test_gradients_that_ranks_add_up_are_not_rounded(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, is_final: bool
+) -> None:
+    """Ulysses over four ranks: two ranks read the same of two KV heads, and send float32 gradients of it."""
+    found: list[bool] = []
+
+    class Noted(_Rounds):
+        def backward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> None:
+            found.append(others[-1].final)
+            super().backward(q, k, v, *others)
+
+    monkeypatch.setitem(BACKENDS, "reference", Noted())
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        q, k = (torch.zeros(1, 16, heads, 8, dtype=torch.bfloat16, requires_grad=True) for heads in (8, kv_heads))
+        attention(q, k, k, strategy="ulysses", backend="reference", layout="zigzag").sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert found == [is_final]
