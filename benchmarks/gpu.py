@@ -320,6 +320,7 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
     for name in every:
         yield Task("checks", f"strides, {name}", 10, "check_strides", (False, name), alone=False)
         yield Task("checks", f"two streams, {name}", 10, "check_streams", (False, name), alone=False)
+        yield Task("checks", f"CUDA graph, {name}", 10, "check_graph", (False, name), alone=False)
 
     yield carry(8192, 4096)
     yield carry(4096, 8192)
@@ -362,7 +363,10 @@ def _smoke_tasks(backends: Sequence[str]) -> Iterator[Task]:
     calls: list[tuple[str, str, tuple[Any, ...]]] = [
         *(("checks", "check_contact", (kernel, "triton", *shape)) for kernel in ("forward", "carry", "backward")),
         *(("checks", "check_values", (name, "float16", 32)) for name in backends),
-        *(("checks", function, ("triton",)) for function in ("check_strides", "check_streams", "check_large")),
+        *(
+            ("checks", function, ("triton",))
+            for function in ("check_strides", "check_streams", "check_graph", "check_large")
+        ),
         ("checks", "check_gemms", ()),
         *(("checks", "check_transfers", ("reference", gather)) for gather in (False, True)),
         ("kernels", "measure_ceiling", ()),

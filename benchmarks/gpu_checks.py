@@ -310,6 +310,47 @@ def check_streams(rows: Rows, smoke: bool, name: str) -> None:
         add_check(rows, what, backend, 4 * times, dtype, run)
 
 
+def check_graph(rows: Rows, smoke: bool, name: str) -> None:
+    """``seqpar.attention`` on one rank, captured in a CUDA graph and replayed with other values. On a CPU twice."""
+    backend, what = backend_of(name), f"{name}, CUDA graph"
+    length, head_dim, dtype = (40, 32, torch.float32) if smoke else (1025, 128, torch.bfloat16)
+    mask, score = seqpar.Mask.causal(), Score(head_dim**-0.5)
+    visible = visible_pairs((Rule("causal"),), length).to(DEVICE)
+    q, dout = (normal(BATCH, length, HEADS, head_dim, dtype=dtype) for _ in range(2))
+    k, v = (normal(BATCH, length, KV_HEADS, head_dim, dtype=dtype) for _ in range(2))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+
+    def step() -> list[Tensor]:
+        out = seqpar.attention(
+            *inputs, mask=mask, strategy="local", backend=backend.name, deterministic=name == "triton deterministic"
+        )
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    def run() -> dict[str, float]:
+        if DEVICE.type == "cuda":
+            stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                step()
+            with torch.cuda.graph(graph, stream=stream):
+                results = step()
+        else:
+            step()
+        with torch.no_grad():
+            for x in (*inputs, dout):
+                x.copy_(normal(*x.shape, dtype=dtype))
+        if DEVICE.type == "cuda":
+            graph.replay()
+            synchronize()
+        else:
+            results = step()
+        dense = dense_gradients(q.detach(), k.detach(), v.detach(), visible, dout, softmax_scale=score.softmax_scale)
+        return errors_of([x.detach() for x in results], dense)
+
+    if supports(rows, what, backend, q, k, score):
+        add_check(rows, what, backend, 4, dtype, run)
+
+
 def check_gemms(rows: Rows, smoke: bool) -> None:
     """The GEMMs of tp_sp that return float32, and add to it, from half precision. On a CPU, float32 ones."""
     what, (tokens, wide, narrow) = "GEMMs that return float32", (8, 6, 4) if smoke else (4096, 3072, 1024)

@@ -117,13 +117,30 @@ def tensor_bytes(value: Any) -> int:
 # Index tensors and key intervals, on any device. A new mask of 1 M tokens on 8 ranks takes about 8 MiB.
 _tensors: ByteCache[Any] = ByteCache(64 << 20, tensor_bytes)
 _without_owner: ByteCache[Any] = ByteCache(64 << 20, tensor_bytes, entries=256)
+# A CUDA graph reads tensors by their addresses and does not keep them, so they are kept as long as the process.
+_captured: list[Any] = []
 
 
 def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value], owner: object = None) -> Value:
     """A value made of tensors on ``device``: made by ``make()`` if it is not cached. See ``ByteCache.get``."""
     cache = _without_owner if owner is None else _tensors
-    value: Value = cache.get((key, *context_of(device)), make, owner)
+    captured = device.type == "cuda" and is_captured()
+    value: Value = cache.get((key, *context_of(device)), _refuse_capture if captured else make, owner)
+    if captured:
+        _captured.append(value)
     return value
+
+
+def is_captured() -> bool:
+    """Whether the kernels of this thread's current stream are being captured in a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_capture() -> Any:
+    raise RuntimeError(
+        "a CUDA graph cannot capture the first attention call with a mask and a sharding, which copies tables to the "
+        "GPU; run forward and backward once with them on a stream, and pass this stream to torch.cuda.graph"
+    )
 
 
 def context_of(device: torch.device) -> tuple[Hashable, ...]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..base.cache import is_captured
 from ..ranks.calls import MESSAGES_FAILED, calls_of, check_tag, current, current_tag
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
@@ -93,6 +94,11 @@ def call(ranks: Ranks | None, name: str, *what: int, goes_on: bool = False) -> A
     """
     if ranks is None or ranks.size() == 1:
         return nullcontext()
+    if torch.cuda.is_initialized() and is_captured():
+        raise RuntimeError(
+            f"{name} over {ranks.size()} ranks: a CUDA graph cannot capture it, because the host of each rank takes "
+            "part in its messages; capture the modules before and after it"
+        )
     group = parent_group(ranks)
     # Python's hash of a str differs from process to process; its hash of an int does not.
     return calls_of(group).call(group, hash((zlib.crc32(name.encode()), *what)), goes_on)

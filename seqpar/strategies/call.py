@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.cache import is_captured
 from ..comm.p2p import call, links_of
 from ..comm.streams import ReadyEvents
 from ..kernels import BackendChoice
@@ -78,6 +79,11 @@ class AttentionCall:
             made.kv_ready = ReadyEvents()
         if self.spec.alibi_slopes is not None:
             alibi_slopes = self.spec.slopes(self.heads, device)
+        if self.spec.dropout_p and is_captured():
+            raise RuntimeError(
+                f"dropout_p={self.spec.dropout_p}: a CUDA graph cannot capture attention dropout, because every replay "
+                "would drop the same pairs; capture with dropout_p=0, or leave attention out of the graph"
+            )
         if sinks is not None or alibi_slopes is not None or self.spec.dropout_p:
             made.score = replace(
                 self.score,

@@ -7,8 +7,9 @@ they may have any size.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import kernels
+from seqpar.base import cache
+from seqpar.comm import waiting
 from seqpar.placement.layout import LAYOUTS
+from seqpar.schedule.rows import KeyIntervals
+from seqpar.strategies import call as strategy_call
 from seqpar.strategies import gathered_activations, operators, tensor_operators
 
 from ..fake_cuda import fake_cuda
@@ -193,3 +198,47 @@ def test_a_read_back_raises() -> None:
     with fake_cuda(), HostToDevice() as seen:
         torch.empty(3, device="cuda").copy_(torch.empty(3))
     assert seen.copies
+
+
+def test_what_a_cuda_graph_may_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later call on one rank, whose tables stay alive; not the first call, no dropout, and no messages."""
+    capturing = False
+    monkeypatch.setattr(cache, "is_captured", lambda: capturing)
+    for module in (waiting, strategy_call):
+        monkeypatch.setattr(module, "is_captured", lambda: capturing)
+    monkeypatch.setattr(cache, "_captured", [])
+    with ExitStack() as stack:
+        stack.enter_context(without_a_gpu(8))
+        sharding = seqpar.Sharding(64, mesh=seqpar.init_mesh(dp=8, device_type="cpu"))
+        stack.enter_context(fake_cuda())
+        stack.enter_context(torch.no_grad())
+        q = torch.empty(1, 64, 4, 8, device="cuda", dtype=torch.bfloat16)
+        masks = [seqpar.Mask.documents([0, 10, 64])]
+
+        def run(**options: Any) -> None:
+            seqpar.attention(q, q, q, **{"mask": masks[0], "sharding": sharding, "strategy": "local"} | options)
+
+        capturing = True
+        with pytest.raises(RuntimeError, match="cannot capture the first attention call"):
+            run()
+        capturing = False
+        run()
+        capturing = True
+        with HostToDevice() as again:
+            run()
+        assert not again.copies
+        tables = [weakref.ref(x.lo) for x in cache._captured if isinstance(x, KeyIntervals)]
+        masks[0] = seqpar.Mask.causal()
+        cache._tensors.clear()
+        cache._without_owner.clear()
+        assert tables and all(table() is not None for table in tables)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: capturing)
+    capturing = False
+    with without_a_gpu(8):
+        mesh = seqpar.init_mesh(ring=8, device_type="cpu")
+        q, sharding = torch.empty(1, 64, 4, 8), seqpar.Sharding(512, "zigzag", mesh=mesh)
+        capturing = True
+        with pytest.raises(RuntimeError, match=r"dropout_p=0.1.*every replay"):
+            seqpar.attention(q, q, q, strategy="local", dropout_p=0.1)
+        with pytest.raises(RuntimeError, match=r"forward over 8 ranks: a CUDA graph cannot capture it"):
+            seqpar.attention(q, q, q, sharding=sharding, strategy="ring")
