@@ -3,14 +3,21 @@
     torchrun --nproc-per-node 8 benchmarks/cluster_smoke.py --out DIR              # one host
     torchrun --nnodes 2 --nproc-per-node 8 ... benchmarks/cluster_smoke.py --out DIR   # DIR on a shared file system
     torchrun --nproc-per-node 2 benchmarks/cluster_smoke.py --small --masks 20 --out DIR      # gloo
+    python benchmarks/cluster_smoke.py --one-gpu 4 --small --masks 40 --out DIR    # 4 ranks on one GPU, over NCCL
 
 It writes DIR/cluster-smoke.json and .txt, which you can attach to a bug report, and fails if a check fails:
 
 * every strategy under every layout, forward and backward under packed documents, against float64;
 * many random sparse masks in a row, and the memory that PyTorch has reserved, which must stay the same;
 * a step in which the host does not wait for the GPU (``torch.cuda.set_sync_debug_mode("error")``);
+* a balanced layout of packed documents, against float64;
+* a transformers Llama against one process: loss, gradients, and the tokens that it generates;
+* how much of attention's time on the GPU passes while messages are sent, from PyTorch's profiler;
 * training under FSDP2 against one process, and a run that is resumed from a checkpoint, bit by bit;
 * a rank that raises an error, and a rank that is killed, while the other ranks wait for its message: when they end.
+
+With ``--one-gpu``, NCCL takes each rank for a host of its own, and sends the messages through the loopback interface.
+The ranks take turns on the GPU, so their values, their order and their overlap are real, and their speed is not.
 """
 
 from __future__ import annotations
@@ -29,6 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,6 +173,94 @@ def check_layer(job: Job, options: dict[str, Any]) -> str:
     return compared(job, errors)
 
 
+def check_balanced(job: Job) -> str:
+    """The layout of packed documents, whose ranks hold unequal pieces of the sequence."""
+    mask = job.mask(1)
+    sharding = seqpar.Sharding.balanced(mask, job.tokens, group=job.group)
+    return compared(job, [squares(job.step(mask, sharding, STRATEGIES["ring"]), job.one_device(mask), sharding)])
+
+
+def check_transformers(job: Job) -> str | None:
+    """A Llama under three strategies against the same model on one device, in float32."""
+    if find_spec("transformers") is None:
+        return None
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import seqpar.hf
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=128, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    ids = torch.randint(128, (2, job.tokens)).to(job.device)
+    weights = LlamaForCausalLM(config).state_dict()
+
+    def model() -> Any:
+        made = LlamaForCausalLM(config)
+        made.load_state_dict(weights)
+        return made.to(job.device)
+
+    def gradients(of: Any) -> tuple[float, list[Tensor]]:
+        loss = of(input_ids=ids, labels=ids).loss
+        loss.backward()
+        if of is not alone:
+            seqpar.sync_gradients(of, group=job.group)
+        return loss.item(), [p.grad.double() for p in of.parameters()]
+
+    alone = model()
+    loss, expected = gradients(alone)
+    error = 0.0
+    for strategy in ("ring", "ulysses", "context_parallel"):
+        sharded = seqpar.hf.parallelize(model(), group=job.group, strategy=strategy)
+        sharded_loss, found = gradients(sharded)
+        pairs = list(zip(found, expected, strict=True))
+        squared = [sum(float(x.square().sum()) for x in of) for of in ([a - b for a, b in pairs], expected)]
+        error = max(error, abs(sharded_loss / loss - 1), (squared[0] / squared[1]) ** 0.5)
+    prompt = ids[:, : job.tokens // 2]
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 12, "do_sample": False}
+    new = [x.generate(prompt, **options) for x in (alone, sharded)]
+    if not torch.equal(*new):
+        raise AssertionError(f"generated tokens differ: {new[1].tolist()} instead of {new[0].tolist()}")
+    return within(error, 1e-4) + ", and the same generated tokens"
+
+
+def check_overlap(job: Job) -> str | None:
+    """How long kernels ran, and for how much of it a kernel of NCCL ran too."""
+    if job.device.type != "cuda":
+        return None
+    mask, found = seqpar.Mask.causal(), []
+    for strategy in ("ring", "ulysses"):
+        tokens = (1024 if job.args.small else 16384) * job.ranks
+        sharding = seqpar.Sharding(tokens, "zigzag", group=job.group)
+        shape, kind = (1, sharding.seq_local, HEADS, HEAD_DIM), {"device": job.device, "dtype": job.dtype}
+        q, k, v = (torch.randn(shape, **kind, requires_grad=True) for _ in range(3))  # [b, s, h, d]
+
+        step = partial(forward_backward, (q, k, v), mask=mask, sharding=sharding, strategy=strategy)
+        step()
+        torch.cuda.synchronize()
+        dist.barrier(group=job.group)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            step()
+            torch.cuda.synchronize()
+        spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # by whether it is a kernel of NCCL
+        for event in profiled.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA and "mem" not in event.name.lower():
+                spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+        both, ms = overlapped(spans[False], spans[True]), sum(end - start for start, end in spans[False])
+        found.append(
+            f"{strategy}: {both / 1e3:.1f} of {ms / 1e3:.1f} ms of kernels during {len(spans[True])} of NCCL's"
+        )
+    return "; ".join(found)
+
+
+def forward_backward(inputs: tuple[Tensor, ...], **options: Any) -> None:
+    torch.autograd.grad(seqpar.attention(*inputs, **options).sum(), inputs)
+
+
+def overlapped(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """For how long ``spans`` and ``others`` are both on. The spans of each list do not overlap."""
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans for b in others)
+
+
 def check_many_masks(job: Job) -> str:
     """Many masks without waiting for the GPU in between, under a ring and with messages between all pairs of ranks.
     Every tenth is compared."""
@@ -281,7 +377,9 @@ def check_exit(job: Job, how: str) -> str:
         port: list[Any] = [probe.getsockname()[1]]
     dist.broadcast_object_list(port, group=job.group)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    environment |= {"MASTER_PORT": str(port[0]), "SEQPAR_SHARED_MEMORY": "0"}
+    # After its watchdog has found an error, PyTorch waits for four times as long, by default a minute in all.
+    fast = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+    environment |= {"MASTER_PORT": str(port[0]), "SEQPAR_SHARED_MEMORY": "0"} | fast
     timeout, device = job.args.timeout, job.args.device
     command = [sys.executable, __file__, "--victim", how, "--timeout", str(timeout), "--device", device]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -322,6 +420,9 @@ def checks(job: Job) -> Iterator[tuple[str, Callable[[], str | None]]]:
         yield name, partial(check_attention, job, options)
     for name, options in LAYERS.items():
         yield name, partial(check_layer, job, options)
+    yield "balanced layout", partial(check_balanced, job)
+    yield "transformers and one process", partial(check_transformers, job)
+    yield "messages beside kernels", partial(check_overlap, job)
     yield "random masks in a row", partial(check_many_masks, job)
     yield "no waiting for the GPU", partial(check_synchronisation, job)
     yield "FSDP2 and one process", partial(check_fsdp, job)
@@ -345,7 +446,7 @@ def run(job: Job) -> bool:
         by_rank: list[Any] = [None] * job.ranks
         dist.all_gather_object(by_rank, error, group=job.group)
         failed = {rank: text for rank, text in enumerate(by_rank) if text}
-        text = f"rank(s) {[*failed]}: {next(iter(failed.values()))}" if failed else what or "needs CUDA"
+        text = f"rank(s) {[*failed]}: {next(iter(failed.values()))}" if failed else what or "needs CUDA or transformers"
         rows.append(Row(name, not failed if failed or what else None, text, round(time.monotonic() - start, 2)))
         if job.rank == 0:
             print(rows[-1], flush=True)
@@ -371,10 +472,29 @@ def write(job: Job, rows: list[Row]) -> None:
     (job.out / "cluster-smoke.txt").write_text("\n".join(lines))
 
 
+def on_one_gpu(args: argparse.Namespace, argv: list[str]) -> int:
+    """Start the ranks of ``--one-gpu`` and wait for them. Returns the largest of their exit codes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.one_gpu)}
+    common |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
+    ranks = []
+    for rank in range(args.one_gpu):
+        own = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NCCL_HOSTID": f"rank{rank}"}
+        ranks.append(subprocess.Popen([sys.executable, __file__, *argv], env=os.environ | common | own))
+    try:
+        return max(abs(process.wait(args.deadline + 10)) for process in ranks)
+    finally:
+        for process in ranks:
+            process.kill()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default=".", help="folder of the report, on a file system that all hosts share")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda with NCCL by default; cpu with gloo")
+    parser.add_argument("--one-gpu", type=int, metavar="N", help="start N ranks that share one GPU")
     parser.add_argument("--small", action="store_true", help="short sequences")
     parser.add_argument("--masks", type=int, default=500, help="random masks in a row")
     parser.add_argument("--only", default="", help="the checks whose names contain this text")
@@ -382,6 +502,9 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=600.0, help="seconds after which the script ends anyway")
     parser.add_argument("--victim", choices=["raises", "killed"], help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.one_gpu:
+        at = next(i for i, x in enumerate(sys.argv) if x.startswith("--one-gpu"))
+        return on_one_gpu(args, sys.argv[1:at] + sys.argv[at + (1 if "=" in sys.argv[at] else 2) :])
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     faulthandler.dump_traceback_later(args.deadline, exit=True)
     if args.victim:

@@ -1,7 +1,7 @@
 """Check the attention backends on one GPU, then measure them. One command, from a checkout, in under 8 minutes:
 
     python benchmarks/gpu.py --out DIR             # checks, then measures; writes DIR/gpu-<name>.json and .md
-    python benchmarks/gpu.py --part hops --out DIR # one part: checks, kernels, hops, tiles or peers
+    python benchmarks/gpu.py --part hops --out DIR # one part: checks, kernels, hops, ranks, tiles or peers
     python benchmarks/gpu.py --resume DIR/gpu-<name>.json --out DIR  # what an earlier run has not ended
     python benchmarks/gpu.py --smoke               # tiny shapes in Triton's interpreter, without a GPU and figures
 
@@ -14,6 +14,7 @@ It needs PyTorch, Triton, numpy and einops. seqpar need not be installed.
   cost of a carry at the shapes of a ring's steps; and the kernels that only move bytes.
 * **hops** measures the computation of one of 8 ranks in a zigzag ring, an all-gather and Ulysses with every backend,
   step after step on this one GPU without communication, and compares it with an eighth of the full causal attention.
+* **ranks** runs ``cluster_smoke.py`` with four ranks on this GPU over NCCL.
 * **tiles** measures tile sizes of the Triton kernels; **peers** measures FlexAttention.
 
 Every task is a process with a time limit. Processes are started ahead and wait for a task, so that their imports take
@@ -48,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpu_report import GPU_LOST, Report, Row, markdown
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("checks", "kernels", "hops", "tiles", "peers")
+PARTS = ("checks", "kernels", "hops", "ranks", "tiles", "peers")
 _IMPORTS = 90.0  # seconds that the first imports on a machine may take
 _MOST_PROCESSES = 8  # of one task
 # Kernels and head_dims whose tiles are measured.
@@ -322,6 +323,10 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
         yield Task("checks", f"two streams, {name}", 10, "check_streams", (False, name), alone=False)
         yield Task("checks", f"CUDA graph, {name}", 10, "check_graph", (False, name), alone=False)
 
+    for only in ("a rank", ""):  # the deaths of ranks first, which have never run over NCCL
+        what, seconds = f"ranks on one GPU, {only or 'all checks'}", 60 if only else 90
+        yield Task("ranks", what, seconds, "check_ranks", (False, only), limit=240)
+
     yield carry(8192, 4096)
     yield carry(4096, 8192)
     for kernel, head_dim in TILED:
@@ -368,6 +373,7 @@ def _smoke_tasks(backends: Sequence[str]) -> Iterator[Task]:
             for function in ("check_strides", "check_streams", "check_graph", "check_large")
         ),
         ("checks", "check_gemms", ()),
+        ("ranks", "check_ranks", ("balanced",)),
         *(("checks", "check_transfers", ("reference", gather)) for gather in (False, True)),
         ("kernels", "measure_ceiling", ()),
         ("kernels", "measure_speed", ([*backends, "triton deterministic"], 64, 64, 2, 1, True, True)),
@@ -412,7 +418,8 @@ def main(argv: list[str] | None = None) -> int:
         runner.run([Task("", "environment", 0, "describe", (smoke,))])
         if not report.environment:
             return 2  # the reason has been printed
-        if changed := {x for x in before if before[x] != report.environment.get(x)}:
+        same = {"gpu", "torch", "triton", "python", "cudnn"} & {*before}
+        if changed := {x for x in same if before[x] != report.environment.get(x)}:
             print(f"--resume {arguments.resume}: it is of another machine or another version: {', '.join(changed)}")
             return 2
         every = tasks(smoke, report.environment["backends"], [tool] if tool else [])

@@ -8,10 +8,15 @@ Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
+import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from gpu_report import Rows
@@ -349,6 +354,24 @@ def check_graph(rows: Rows, smoke: bool, name: str) -> None:
 
     if supports(rows, what, backend, q, k, score):
         add_check(rows, what, backend, 4, dtype, run)
+
+
+def check_ranks(rows: Rows, smoke: bool, only: str) -> None:
+    """The checks of ``cluster_smoke.py`` whose names contain ``only``, with ranks that share this GPU."""
+    script, ranks = Path(__file__).with_name("cluster_smoke.py"), 2 if smoke else 4
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--out", folder, "--only", only, "--small", "--masks", "40", "--timeout", "15", "--deadline", "220"]
+        command = [sys.executable, str(script), "--one-gpu", str(ranks), *options]
+        subprocess.run([*command, "--device", DEVICE.type], check=False, timeout=235)
+        report = Path(folder) / "cluster-smoke.json"
+        if not report.exists():
+            raise RuntimeError(f"{' '.join(command)}: no check has ended")
+        for row in json.loads(report.read_text())["checks"]:
+            what = f"{row['name']}, {ranks} ranks on one GPU: {row['what']} ({row['seconds']:.1f} s)"
+            if row["ok"] is None:
+                rows.add("skipped", what, why=row["what"])
+            else:
+                rows.add("ranks", what, passed=row["ok"], errors={})
 
 
 def check_gemms(rows: Rows, smoke: bool) -> None:

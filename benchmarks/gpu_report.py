@@ -175,6 +175,9 @@ def markdown(report: Report) -> str:
     for row in failed:
         why = row.get("error") or ", ".join(f"{name} {error:.1e}" for name, error in row["errors"].items())
         lines += [f"* FAILED: {row['task']}: {row['what']}: " + why.replace("\n", "\n  ")]
+    if ranks := report.of("ranks"):
+        lines += ["## Ranks on one GPU, over NCCL", ""]
+        lines += [*(f"* {'ok' if row['passed'] else 'FAILED'}: {row['what']}" for row in ranks), ""]
     cells = [[r["what"], f"{r['figure']:.0f}", r["unit"], r["gpu"]] for r in report.of("ceiling")]
     lines += ["## Ceiling", "", *_table(["what", "figure", "unit", "clock, clock limit, power, limit, degrees"], cells)]
     shape = ["tokens", "batch", "head_dim", "heads", "mask"]
