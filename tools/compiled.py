@@ -16,11 +16,14 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
     from triton_kernels.launch import Launch
 
+DESCRIPTORS = TensorDescriptor, GluonDescriptor
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64"}
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -111,8 +114,9 @@ def compile_for(launch: Launch, target: str, *, aligned: bool = True) -> Any:
         if parameter.is_constexpr or value is None or (_specialized(parameter, value) and value == 1):
             signature[name], constants[name] = "constexpr", value
             continue
-        if isinstance(value, TensorDescriptor):
-            signature[name] = f"tensordesc<{_TYPES[value.base.dtype]}{value.block_shape}>".replace(" ", "")
+        if isinstance(value, DESCRIPTORS):
+            tile = f"{_TYPES[value.base.dtype]}{value.block_shape}"
+            signature[name] = f"tensordesc<{tile},{value.layout!r}>" if kernel.is_gluon() else f"tensordesc<{tile}>"
             continue
         if isinstance(value, Tensor):
             signature[name] = "*" + _TYPES[value.dtype]
@@ -122,8 +126,9 @@ def compile_for(launch: Launch, target: str, *, aligned: bool = True) -> Any:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
         if aligned and (isinstance(value, Tensor) or (_specialized(parameter, value) and value % 16 == 0)):
             attributes[(index,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource if kernel.is_gluon() else ASTSource
     return triton.compile(
-        ASTSource(kernel, signature, constants, attributes), target=TARGETS[target], options=launch.config.options
+        source(kernel, signature, constants, attributes), target=TARGETS[target], options=launch.config.options
     )
 
 
@@ -184,7 +189,7 @@ def tma_errors(launch: Launch, compiled: list[dict[str, Any]] | None) -> list[st
         launch: the kernel and its arguments.
         compiled: for each descriptor what Triton's compiler chose, ``metadata.tensordesc_meta`` of the compiled kernel.
     """
-    named = [(name, x) for name, x in launch.arguments.items() if isinstance(x, TensorDescriptor)]
+    named = [(name, x) for name, x in launch.arguments.items() if isinstance(x, DESCRIPTORS)]
     order = {parameter.name: i for i, parameter in enumerate(launch.kernel.params)}
     named.sort(key=lambda pair: order[pair[0]])
     errors = []

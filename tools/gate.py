@@ -16,7 +16,7 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tools.compiled import TARGETS, Resources, compile_for, resources, tma_error
 from triton_kernels.backward import Operands, dq_launch, keys_launch
 from triton_kernels.configs import Config, entry, for_split, table, table_config
 from triton_kernels.forward import forward_launch
+from triton_kernels.hopper_forward import hopper_launch
 from triton_kernels.launch import Launch
 from triton_kernels.merge import merge_launch
 from triton_kernels.preprocess import delta_launch, statistics_launch
@@ -48,6 +49,8 @@ SPILLS = {
     ("dq", 128, torch.float32): 48,  # sm_120; every other tile that was tried spills there or on other GPUs
     ("dq", 64, torch.float32): 8,  # sm_86
     ("dkdv", 512, torch.bfloat16): 8,  # sm_120
+    # None of it in the inner loops: see ``verdict``.
+    **{("hopper", d, dtype): n for d, n in ((64, 56), (128, 192)) for dtype in (torch.bfloat16, torch.float16)},
     **({} if _NEW else {("dkdv", 256, torch.bfloat16): 32}),  # by the compilers of Triton 3.6 to 3.8
 }
 # The same with features of the scores, by (target, kernel, head_dim, feature).
@@ -74,7 +77,8 @@ UNALIGNED_SPILLS = 256
 # At head_dim 128 in half precision: the matrix instructions by target, and the products of tiles by kernel. The kernel
 # "backward" has five products in one loop. The pair has four in one loop, and three in each of two loops.
 NEWEST_MATRIX = {"sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma", "gfx950": "mfma"}
-PRODUCTS = {"backward": 5, "dkdv": 4, "dq": 6}
+# Each of Hopper's two consumers starts one before its loops, two in each of two loops, and one after them.
+PRODUCTS = {"backward": 5, "dkdv": 4, "dq": 6, "hopper": 12}
 _SAME_TABLE = {"sm_86": ("sm_120",), "gfx942": ("gfx950",)}  # targets that use another's configurations
 _BATCH, _SEQ, _HEADS, _KV_HEADS = 2, 8192, 16, 4
 
@@ -135,7 +139,7 @@ class Case:
     @property
     def needs_matrix(self) -> bool:
         """Whether the kernel computes products of tiles."""
-        return self.kernel in ("forward", "backward", "dkdv", "dq")
+        return self.kernel in ("forward", "hopper", "backward", "dkdv", "dq")
 
 
 def table_cases(targets: list[str]) -> Iterator[Case]:
@@ -153,7 +157,9 @@ def table_cases(targets: list[str]) -> Iterator[Case]:
 
 
 def feature_cases(targets: list[str]) -> Iterator[Case]:
-    """Every feature at head_dim 64 and 128 in half precision; the forward's carry and last step also at 576 and 512."""
+    """Every feature at head_dim 64 and 128 in half precision; the forward's carry and last step also at 576 and 512.
+
+    The plain Hopper kernel is compiled for bfloat16, its features for float16."""
     dtype = torch.bfloat16
     for target in targets:
         architecture = next((name for name, others in _SAME_TABLE.items() if target in others), target)
@@ -185,6 +191,10 @@ def feature_cases(targets: list[str]) -> Iterator[Case]:
                 config = table_config(architecture, "forward", head_dim, dtype, v_head_dim=v_head_dim)
                 launch = attention("forward", head_dim, dtype, config, v_head_dim=v_head_dim, **options)
                 yield Case(target, "forward", head_dim, dtype, feature, launch, v_head_dim=v_head_dim)
+            for head_dim in (64, 128) if target == "sm_90" else ():
+                config = table_config(architecture, "hopper", head_dim, torch.float16)
+                launch = attention("hopper", head_dim, torch.float16, config, **options)
+                yield Case(target, "hopper", head_dim, torch.float16, feature, launch)
 
 
 def unaligned_cases(targets: list[str]) -> Iterator[Case]:
@@ -221,7 +231,7 @@ def attention(
     new: bool = False,
     hip: bool = False,
 ) -> Launch:
-    """The launch of an attention kernel ("forward", "backward", "dkdv", "dq") on tensors of the meta device.
+    """The launch of an attention kernel (of ``configs.py``) on tensors of the meta device.
 
     ``new``: the gradients of one program are stored in ``dtype``, instead of added to float32.
     """
@@ -231,12 +241,13 @@ def attention(
     v = _empty(_BATCH, _SEQ, _KV_HEADS, v_head_dim or head_dim, dtype=dtype)
     dout = _empty(_BATCH, _SEQ, _HEADS, v_head_dim or head_dim, dtype=dtype)
     lse = _empty(_BATCH, _HEADS, _SEQ)
-    if kernel == "forward":
+    if kernel in ("forward", "hopper"):
         acc, lse_in = (_empty(*dout.shape), lse) if carry else (None, None)
         out = dout if last else _empty(*dout.shape)
-        return forward_launch(
-            q, k, v, intervals, score, acc=acc, lse_in=lse_in, out=out, lse=lse, last=last, config=config, hip=hip
+        make = partial(
+            hopper_launch if kernel == "hopper" else forward_launch, q, k, v, intervals, score, config=config
         )
+        return make(acc=acc, lse_in=lse_in, out=out, lse=lse, last=last, hip=hip)
     dq, dk, dv = (_empty(*x.shape, dtype=dtype if new else torch.float32) for x in (q, k, v))
     if kernel == "backward":
         dq = _empty(*q.shape)
@@ -307,6 +318,8 @@ def verdict(case: Case, measured: Resources, descriptors: list[dict[str, Any]] |
             wrong.append(f"{measured.matrix} instead of {newest}")
         if case.target == "sm_90" and products and measured.products != products:
             wrong.append(f"{measured.products} products instead of {products}")
+    if case.kernel == "hopper" and (len(measured.loops) != 4 or any(spills for _, _, spills in measured.loops[1::2])):
+        wrong.append("spills in the inner loops")  # each consumer has a loop of masked tiles and one of inner tiles
     if measured.synchronous:
         wrong.append(f"{measured.synchronous} products are waited for at once")
     # At head_dim 256 half of the warps' registers hold the accumulators, and Triton reloads one factor.

@@ -41,6 +41,7 @@ class Config:
         num_stages: depth of the pipeline that loads tiles ahead of the loop.
         tma: read the tiles of the inner loop by TMA, Hopper's bulk copy engine, where their layout allows it.
         instruction: rows of a matrix instruction on ROCm, 16 or 32; 0 leaves it to Triton.
+        registers: of a thread, at most; 0 leaves it to Triton.
     """
 
     block_m: int
@@ -49,23 +50,25 @@ class Config:
     num_stages: int = 2
     tma: bool = False
     instruction: int = 0
+    registers: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
         """Triton's compile options."""
         # Scores are scaled and shifted in one fused multiply-add, whatever Triton's default.
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
-        return options | ({"matrix_instr_nonkdim": self.instruction} if self.instruction else {})
+        more = {"matrix_instr_nonkdim": self.instruction, "maxnreg": self.registers}
+        return options | {name: value for name, value in more.items() if value}
 
 
 _INTERPRETED = Config(64, 64)
-_KERNELS = ("forward", "backward", "dkdv", "dq")
+_KERNELS = ("forward", "hopper", "backward", "dkdv", "dq")
 # The largest head_dims, of q and k and of v, for each column of the table. A call uses the first column that fits both.
 _COLUMNS = ((64, 64), (128, 128), (256, 128), (256, 256), (512, 512), (576, 512))
 # The head_dims with which each column is compiled ahead of time. 192 and 128 are DeepSeek-V3's.
 _COMPILED = ((64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (576, 512))
 # By architecture, bytes of an element and kernel, a configuration for each column: block_m x block_n, w warps, s stages,
-# t where TMA reads the tiles, i rows of a matrix instruction. "-": there is none.
+# t where TMA reads the tiles, i rows of a matrix instruction, r registers of a thread. "-": there is none.
 _GRID = """
 #                    64, 64        128, 128      256, 128      256, 256      512, 512      576, 512
 sm_80   2  forward   128x64w8s3    128x32w8s3    128x64w8s2    64x32w8s2     32x32w8s2     32x32w8s2
@@ -79,6 +82,8 @@ sm_86   2  dkdv      32x128w8s2    32x64w8s2     32x64w8s2     32x32w8s2     16x
 sm_86   2  dq        128x64w8s2    64x64w8s2     64x32w8s2     64x16w8s2     16x16w8s2     16x16w8s2
 
 sm_90   2  forward   128x64w4s3t   128x128w8s2t  128x64w8s2t   128x64w8s2t   64x32w8s2t    64x32w8s2t
+# registers for three groups of four warps; the consumers then take most of the producer's
+sm_90   2  hopper    128x128w4s4tr168  128x128w4s2tr168  -    -             -             -
 sm_90   2  backward  128x128w8s2t  64x128w8s2t   32x64w8s2t    32x64w8s2t    -             -
 sm_90   2  dkdv      128x128w8s2t  64x128w8s2t   64x64w8s2t    32x64w8s2t    32x32w8s1     32x16w8s2t
 sm_90   2  dq        128x64w8s2t   128x64w8s2t   64x64w8s2t    64x32w8s2t    32x32w8s2t    32x32w8s2t
@@ -118,10 +123,10 @@ def parse_cell(cell: str) -> Config | None:
     """The configuration of a cell of the table."""
     if cell == "-":
         return None
-    found = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:i(\d+))?", cell)
+    found = re.fullmatch(r"(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:i(\d+))?(?:r(\d+))?", cell)
     assert found is not None, cell
-    m, n, warps, stages, tma, instruction = found.groups()
-    return Config(int(m), int(n), int(warps), int(stages), bool(tma), int(instruction or 0))
+    m, n, warps, stages, tma, instruction, registers = found.groups()
+    return Config(int(m), int(n), int(warps), int(stages), bool(tma), int(instruction or 0), int(registers or 0))
 
 
 _TABLE = _parse(_GRID)
@@ -196,7 +201,7 @@ def table_config(
 
     Args:
         architecture: "sm_80", "sm_90", "sm_100" or "gfx942".
-        kernel: "forward", "backward", "dkdv" or "dq".
+        kernel: "forward", "hopper", "backward", "dkdv" or "dq".
         head_dim: of q and k, up to :func:`most_head_dims`.
         dtype: of the inputs.
         heavy: whether scores need more registers than a scaled product does (softcap, ALiBi, dropout). The tile of the

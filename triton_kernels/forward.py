@@ -273,6 +273,20 @@ def forward_launch(
     return Launch(forward_kernel, batch * heads * tiles, arguments, config)
 
 
+def allocate(
+    q: Tensor, v: Tensor, carry: tuple[Tensor, Tensor] | None, last: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor]:
+    """``acc, lse_in, out, lse`` of a launch, for the arguments of :func:`attention_forward`."""
+    batch, q_len, heads, _ = q.shape
+    acc, lse_in = (unit_stride(carry[0]), carry[1].contiguous()) if carry is not None else (None, None)
+    if acc is not None and lse_in is not None and not last:
+        out, lse = acc, lse_in
+    else:
+        out = q.new_empty(batch, q_len, heads, v.shape[3], dtype=q.dtype if last else torch.float32)  # [b, q, h, e]
+        lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)  # [b, h, q]
+    return acc, lse_in, out, lse
+
+
 _launches = Repeated(
     "Q", "K", "K_TAIL", "V", "ACC", "LSE_IN", "OUT", "LSE", "LO", "HI", "Q_POSITIONS", "K_POSITIONS",
     "ALIBI_SLOPES", "SINK_LOGITS", "seed",
@@ -315,14 +329,8 @@ def attention_forward(
     Raises:
         ValueError: a ``softmax_scale`` that is not positive.
     """
-    batch, q_len, heads, _ = q.shape
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    acc, lse_in = (unit_stride(carry[0]), carry[1].contiguous()) if carry is not None else (None, None)
-    if acc is not None and lse_in is not None and not last:
-        out, lse = acc, lse_in
-    else:
-        out = q.new_empty(batch, q_len, heads, v.shape[3], dtype=q.dtype if last else torch.float32)  # [b, q, h, e]
-        lse = q.new_empty(batch, heads, q_len, dtype=torch.float32)  # [b, h, q]
+    acc, lse_in, out, lse = allocate(q, v, carry, last)
     if q.numel() == 0:
         return out, lse
     mask = tune.mask_class(intervals) if tune.wanted(q) else None

@@ -134,10 +134,10 @@ class _Ready:
         places, tiled = [], []
         for place, (name, value) in enumerate(zip(launch.kernel.arg_names, arguments, strict=True)):
             given = names.index(name) if name in names else None
-            if isinstance(value, TensorDescriptor):
+            if is_descriptor(value):
                 if given is None or value.base is not inputs[given]:
                     return None
-                tiled.append((place, given, {**value.__dict__, "base": None}))
+                tiled.append((place, given, type(value), {**value.__dict__, "base": None}))
             elif given is not None:
                 if value is not inputs[given]:
                     return None
@@ -152,11 +152,10 @@ class _Ready:
         arguments = self._arguments.copy()
         for place, given in self._inputs:
             arguments[place] = inputs[given]
-        for place, given, fields in self._tiled:
+        for place, given, made, fields in self._tiled:
             # Without the checks of its constructor: the key says that this tensor passes them like the first.
-            descriptor = object.__new__(TensorDescriptor)
-            descriptor.__dict__.update(fields)
-            descriptor.base = inputs[given]
+            descriptor = object.__new__(made)
+            descriptor.__dict__.update(fields, base=inputs[given])
             arguments[place] = descriptor
         compiled = self._compiled
         if not _KNOWN or knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls:
@@ -223,6 +222,11 @@ def descriptors(
     for name, (x, numbers) in lines.items():
         described[name] = TensorDescriptor(x, list(x.shape), list(x.stride()), [1, numbers])
     return described, True
+
+
+def is_descriptor(x: object) -> bool:
+    """Whether ``x`` is a TMA descriptor, of Triton or of Gluon."""
+    return hasattr(x, "block_shape")
 
 
 def describable(x: Tensor) -> bool:

@@ -26,7 +26,7 @@ from ..base.checks import check_choice
 from ..comm.p2p import without_messages
 from ..decoding import KeyValueCache
 from ..functional import attention
-from ..kernels import BACKENDS
+from ..kernels import BACKENDS, ONLY_BY_NAME
 from ..masks.mask import Mask
 from ..mixers import by_heads
 from ..placement.layout import LayoutName, shard_positions
@@ -155,7 +155,7 @@ def runners(config: BenchConfig, case: BenchCase) -> Iterator[BenchRunner]:
         return
     yield BenchRunner("SDPA", "ideal", decoding_by_sdpa if preset.new_tokens else by_sdpa)
     for backend, status in BACKENDS.items():
-        if backend != "reference" and status.unavailable() is None:
+        if backend not in ("reference", *ONLY_BY_NAME) and status.unavailable() is None:
             yield BenchRunner(f"local {backend}", "ideal", partial(of_seqpar, backend=backend), backend=backend)
     default = ("ring", "ulysses", "all_gather", *(["hybrid"] if case.ranks >= 4 else []), "auto")
     defaults: dict[str, tuple[str, ...]] = {"ulysses": ("contiguous",), "a2a": ("contiguous",)}

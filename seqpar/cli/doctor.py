@@ -25,7 +25,7 @@ from ..base.checks import check_int
 from ..comm.nccl import nccl_problems, nccl_report, nccl_version
 from ..comm.shared_memory import shared_memory
 from ..functional import attention
-from ..kernels import BACKENDS, BackendName, backends
+from ..kernels import BACKENDS, ONLY_BY_NAME, BackendName, backends
 from ..layers import LocalAttention
 from ..masks.mask import Mask
 from ..placement.strategies import STRATEGIES, compared_options
@@ -200,7 +200,7 @@ def _rates() -> dict[str, Any]:
     device = this_device()
     operations = {"matrix product": _flops(matrix_rate(device))}
     for name, backend in BACKENDS.items():
-        if backend.unavailable() is not None:
+        if backend.unavailable() is not None or name in ONLY_BY_NAME:
             continue
         try:
             rate = attention_rate(cast("BackendName", name), device)
@@ -287,7 +287,7 @@ def compare(group: ProcessGroup, device: torch.device) -> Iterator[Check]:
             if strategy != "local" or ranks == 1:
                 yield check(strategy, mask, strategy=strategy, **compared_options(strategy))
     for name, backend in BACKENDS.items():
-        if backend.unavailable() is None:
+        if backend.unavailable() is None and name not in ONLY_BY_NAME:
             yield check(f"ring, {name}", "causal", strategy="ring", backend=name)
     yield _check_layer(tokens, group, device)
 

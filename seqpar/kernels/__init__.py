@@ -25,12 +25,13 @@ from .cpu import CpuBackend
 from .cudnn import CudnnBackend
 from .elementwise import interpreted
 from .flash import FlashAttention2Backend, FlashAttention3Backend, FlashAttention4Backend, TorchFlashBackend
+from .hopper import HopperBackend
 from .library import LibraryBackend
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
 BackendName = Literal[
-    "auto", "triton", "flash_attn_4", "flash_attn_3", "cudnn", "flash_attn", "flash", "cpu", "reference"
+    "auto", "triton", "hopper", "flash_attn_4", "flash_attn_3", "cudnn", "flash_attn", "flash", "cpu", "reference"
 ]
 
 # By the major of the compute capability: backends, fastest first, by published rates. Sources: docs/numerics.md.
@@ -41,6 +42,9 @@ _FASTEST: dict[int, tuple[str, ...]] = {
     11: ("flash_attn_4", "triton", "flash_attn", "flash"),
     12: ("flash_attn", "flash", "triton", "cudnn"),
 }
+
+# "auto", `seqpar doctor` and `seqpar bench` do not try these: no GPU has passed their checks in benchmarks/gpu.py yet.
+ONLY_BY_NAME = ("hopper",)
 
 
 def _fallback(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
@@ -57,6 +61,7 @@ def _fallback(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
 # To add a backend, add it here.
 _ALL: tuple[Backend, ...] = (
     TritonBackend(),
+    HopperBackend(),
     FlashAttention4Backend(_fallback),
     FlashAttention3Backend(_fallback),
     CudnnBackend(_fallback),
@@ -102,7 +107,7 @@ def order(q: Tensor) -> Sequence[str]:
     fastest: tuple[str, ...] = ()
     if q.is_cuda and torch.version.hip is None and torch.cuda.is_available():
         fastest = _FASTEST.get(torch.cuda.get_device_capability(q.device)[0], ())
-    return [name for name in dict.fromkeys((*fastest, *BACKENDS)) if name in BACKENDS]
+    return [x for x in dict.fromkeys((*fastest, *BACKENDS)) if x in BACKENDS and x not in ONLY_BY_NAME]
 
 
 class BackendChoice:
@@ -163,7 +168,7 @@ def _why_not(
 ) -> str:
     reasons = {}
     for name, backend in BACKENDS.items():
-        if name not in ("cpu", "reference"):
+        if name not in ("cpu", "reference", *ONLY_BY_NAME):
             reasons[name] = backend.unavailable() or backend.unsupported(
                 q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim
             )

@@ -28,7 +28,7 @@ class TritonBackend:
         self.deterministic = deterministic
 
     def made_deterministic(self) -> TritonBackend:
-        return TritonBackend(deterministic=True)
+        return type(self)(deterministic=True)
 
     def unavailable(self) -> str | None:
         switch("SEQPAR_TRITON_AUTOTUNE")  # raises for a value that it cannot have
@@ -60,7 +60,7 @@ class TritonBackend:
     ) -> Carry:
         from ..triton_kernels import attention_forward
 
-        with _explain_errors():
+        with explain_errors(self.name):
             return attention_forward(q, k, v, intervals.to(q.device), score, carry=carry, last=last)
 
     def backward(
@@ -70,7 +70,7 @@ class TritonBackend:
 
         dout, _, lse, delta = output
         assert delta is not None
-        with _explain_errors():
+        with explain_errors(self.name):
             attention_backward(
                 dout,
                 q,
@@ -88,7 +88,7 @@ class TritonBackend:
 
 
 @contextmanager
-def _explain_errors() -> Iterator[None]:
+def explain_errors(name: str) -> Iterator[None]:
     """Raise errors of Triton's compiler or launcher again, with advice for the user."""
     try:
         yield
@@ -98,7 +98,7 @@ def _explain_errors() -> Iterator[None]:
             while first.__cause__ is not None:
                 first = first.__cause__
             raise RuntimeError(
-                "backend='triton': Triton could not compile or launch an attention kernel "
+                f"backend={name!r}: Triton could not compile or launch an attention kernel "
                 f"({type(first).__name__}: {str(first)[:500]}); pass backend='reference', which is slower, or install "
                 "another version of Triton"
             ) from error

@@ -377,6 +377,7 @@ KEPT: dict[str, str] = {
     "kernels.block_lists": "interval_arguments _interval_mask",
     "kernels.elementwise": "targeted _no_interpreter _installed",
     "kernels.flash": "_takes_intervals _load _parameters",
+    "kernels.hopper": "_why_not",
     "kernels.library": "_capability",
     "layers.gradients": "_sums",
     "layers.rotary": "_tables",

@@ -28,7 +28,7 @@ from ..reference import (
     visible_pairs,
 )
 
-SEQ_LEN, HEAD_DIM = 50, 16
+SEQ_LEN, HEAD_DIMS = 50, (16, 64)  # a backend is tested with the first one that it supports
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 DTYPES = torch.float32, torch.float64, torch.bfloat16
 HEADS = {"MHA": (4, 4), "GQA": (4, 2)}
@@ -46,14 +46,17 @@ def steps_of(rules: Rules, cuts: list[int], device: str) -> list[tuple[slice, Ke
     return steps
 
 
-def supported(backend: Backend, heads: tuple[int, int]) -> list[tuple[str, torch.dtype]]:
-    """The devices and dtypes of the calls that the backend supports."""
-    found = []
-    for device, dtype in product(DEVICES, DTYPES):
-        q, k = (torch.empty(1, SEQ_LEN, n, HEAD_DIM, dtype=dtype, device=device) for n in heads)
-        if backend.unsupported(q, k, Score(1.0), lse_gradient=False) is None:
-            found.append((device, dtype))
-    return found
+def supported(backend: Backend, heads: tuple[int, int]) -> tuple[int, list[tuple[str, torch.dtype]]]:
+    """A head_dim, and the devices and dtypes of the calls that the backend supports with it."""
+    for head_dim in HEAD_DIMS:
+        found = []
+        for device, dtype in product(DEVICES, DTYPES):
+            q, k = (torch.empty(1, SEQ_LEN, n, head_dim, dtype=dtype, device=device) for n in heads)
+            if backend.unsupported(q, k, Score(1.0), lse_gradient=False) is None:
+                found.append((device, dtype))
+        if found:
+            break
+    return head_dim, found
 
 
 @pytest.mark.parametrize("rules", [*RULES, *BATCH_RULES], ids=rules_id)
@@ -66,22 +69,28 @@ def test_every_step_of_every_mask(name: str, rules: Rules) -> None:
     backend = BACKENDS[name]
     swapped = [*RULES, *BATCH_RULES].index(rules) % 2
     for heads, cuts in zip([*HEADS.values()][:: 1 - 2 * swapped], ([0, SEQ_LEN], [0, 21, SEQ_LEN]), strict=True):
-        calls = supported(backend, heads)
+        head_dim, calls = supported(backend, heads)
         assert calls, f"{name} supports none of {DTYPES}"
         for device, dtype in calls:
-            check(backend, rules, heads, cuts, device, dtype)
+            check(backend, rules, heads, head_dim, cuts, device, dtype)
 
 
 def check(
-    backend: Backend, rules: Rules, heads: tuple[int, int], cuts: list[int], device: str, dtype: torch.dtype
+    backend: Backend,
+    rules: Rules,
+    heads: tuple[int, int],
+    head_dim: int,
+    cuts: list[int],
+    device: str,
+    dtype: torch.dtype,
 ) -> None:
     problem = Problem(
-        SEQ_LEN, rows_of(rules), *heads, HEAD_DIM, rules=rules, dtype=dtype, sinks=True, lse_gradient=True,
+        SEQ_LEN, rows_of(rules), *heads, head_dim, rules=rules, dtype=dtype, sinks=True, lse_gradient=True,
         seed=int(torch.randint(1 << 30, ())),
     )  # fmt: skip
     tensors = {x: tensor.to(device) for x, tensor in problem.tensors().items()}
     q, k, v, dout, dlse, sinks = (tensors[x] for x in ("q", "k", "v", "dout", "dlse", "sinks"))
-    visible, score = visible_pairs(rules, SEQ_LEN).to(device), Score(HEAD_DIM**-0.5, sinks=sinks)
+    visible, score = visible_pairs(rules, SEQ_LEN).to(device), Score(head_dim**-0.5, sinks=sinks)
     if backend.unsupported(q, k, score, lse_gradient=False) is not None:
         score = replace(score, sinks=None)
     gradient_of_lse = dlse if backend.unsupported(q, k, score, lse_gradient=True) is None else None
