@@ -25,11 +25,11 @@ from seqpar.placement.heads import Heads
 from seqpar.placement.layout import TokenLayout
 from seqpar.placement.placement import Placement
 from seqpar.schedule.plan import AttentionPlan
-from seqpar.schedule.program import Hop, Transfer
+from seqpar.schedule.program import ByPeer, Hop
 from seqpar.sharding.spec import AttentionSpec
 from seqpar.strategies.call import AttentionCall, Run
 from seqpar.strategies.ring import ring_backward, ring_forward
-from seqpar.strategies.transport import Message, PeerToPeer, _rows, _views
+from seqpar.strategies.transport import Message, PeerToPeer, _views
 from tests.reference import Rule, dense_gradients, visible_pairs
 
 RANKS, ROUNDS = 8, 4
@@ -75,32 +75,30 @@ class Copies(PeerToPeer):
         self._alone = 0  # how many messages have held dk alone, or dv alone: an all-gather sends one after the other
 
     def _exchange(
-        self, hop: Hop, outgoing: dict[int, Message], receives: dict[int, list[Transfer]], like: Any, link: Any
+        self, hop: Hop, outgoing: dict[int, Message], receipt: ByPeer, like: Any, link: Any
     ) -> tuple[dict[int, Message], Pending]:
-        incoming = {peer: Message(like, _rows(x), longest=self._plan.longest) for peer, x in receives.items()}
+        incoming = {peer: Message(like, rows, longest=self._plan.longest) for peer, rows in receipt.rows.items()}
         buffers = [message.flat for message in (*outgoing.values(), *incoming.values())]
         if self._stream is None:
-            self._copy(hop, outgoing, incoming, receives)
+            self._copy(hop, outgoing, incoming, receipt)
             return incoming, Pending([Copied(None)], buffers)
         self._stream.wait_stream(torch.cuda.current_stream())  # which posts the messages
         with torch.cuda.stream(self._stream):
             idle()
-            self._copy(hop, outgoing, incoming, receives)
+            self._copy(hop, outgoing, incoming, receipt)
         return incoming, Pending([Copied(self._stream.record_event())], buffers)
 
-    def _copy(self, hop: Hop, outgoing: Any, incoming: dict[int, Message], receives: dict[int, list[Transfer]]) -> None:
-        if receives is hop.received_by_peer:
-            for peer, transfers in receives.items():
-                for transfer, views in zip(transfers, _views(transfers, incoming), strict=True):
-                    assert transfer.peer == peer
-                    transfer.owner_rows.copy_to(views, self._kv[transfer.owner])
+    def _copy(self, hop: Hop, outgoing: Any, incoming: dict[int, Message], receipt: ByPeer) -> None:
+        if receipt is hop.received:
+            for transfer, views in zip(hop.receives, _views(receipt, incoming), strict=True):
+                transfer.owner_rows.copy_to(views, self._kv[transfer.owner])
             return
         parts = slice(0, 2)
         if all(len(message.tensors) == 1 for message in (*outgoing.values(), *incoming.values())):
             parts = slice(self._alone % 2, self._alone % 2 + 1)
             self._alone += 1
         for peer, message in outgoing.items():  # the gradients of this rank's part for the owners of keys
-            (transfer,) = hop.received_by_peer[peer]
+            (transfer,) = (x for x in hop.receives if x.peer == peer)
             transfer.owner_rows.add_to(self._gradients[transfer.owner][parts], message.tensors)
         for message in incoming.values():
             message.flat.zero_()  # the other ranks add theirs when they are computed

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from .base.checks import check_head_vector, check_inputs, no_compile
 from .comm.collectives import start_all_gather
-from .comm.p2p import call
+from .comm.p2p import call, link_of, new_message
 from .comm.waiting import operation
 from .functional import attention
 from .kernels import BackendChoice
@@ -324,10 +324,9 @@ def attend_to_cached(
         acc, lse = parts[0]
         if len(parts) > 1:
             acc, lse = torch.cat([x for x, _ in parts], 2), torch.cat([x for _, x in parts], 1)
-        carry = acc, lse
         if group is not None and group.size() > 1:
-            carry = _merge_over_ranks(acc, lse, group)
-        outs.append(finish(carry, score, q.dtype)[0])
+            acc, lse = _merge_over_ranks(acc, lse, group, shared, needs_lse=score.sinks is not None)
+        outs.append(finish((acc, lse), score, q.dtype)[0])
     if errors:
         raise errors[0]
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
@@ -391,12 +390,18 @@ def _attend(
 
 
 @operation("attention of new tokens")
-def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup) -> Carry:
-    """Merge the partial results of all ranks. The result is bitwise equal on all ranks."""
-    packed = torch.cat([acc.flatten(), lse.flatten()])
-    with call(group, "attention of new tokens", packed.numel(), packed.itemsize):
-        gathered, pending = start_all_gather(packed, group)
+def _merge_over_ranks(acc: Tensor, lse: Tensor, group: ProcessGroup, shared: Shared, needs_lse: bool) -> Carry:
+    """Merge the partial results of all ranks. The result is bitwise equal on all ranks.
+
+    Its log-sum-exp is right only with ``needs_lse``.
+    """
+    numel = acc.numel() + lse.numel()
+    with call(group, "attention of new tokens", numel, acc.itemsize):
+        link = link_of(group, acc.device, shared)
+        message = torch.cat([acc.flatten(), lse.flatten()], out=new_message(numel, acc, link))
+        gathered, pending = start_all_gather(message, link)
         pending.wait()
     accs, lses = gathered[:, : acc.numel()].view(-1, *acc.shape), gathered[:, acc.numel() :].view(-1, *lse.shape)
     weights = lses.softmax(0).nan_to_num_(0.0)  # of the ranks [p, b, h, s]; nan: the query sees no key of any rank
-    return accs.mul_(weights.transpose(2, 3).unsqueeze(-1)).sum(0), lses.logsumexp(0)
+    merged = accs.mul_(weights.transpose(2, 3).unsqueeze(-1)).sum(0)
+    return merged, lses.logsumexp(0) if needs_lse else lse

@@ -71,9 +71,9 @@ class ByteCache(Generic[Value]):
         The value is dropped when ``owner`` is freed; so it must not refer to it.
         """
         with self._lock:
-            if key in self._values:
+            if (found := self._values.get(key)) is not None:
                 self._values.move_to_end(key)
-                return self._values[key][0]
+                return found[0]
         with outside_modes():
             value = make()
         size = self._nbytes(value)
@@ -152,11 +152,14 @@ def context_of(device: torch.device) -> tuple[Hashable, ...]:
     stream = 0
     if device.type == "cuda" and torch.cuda.is_initialized():
         stream = torch.cuda.current_stream(device).cuda_stream
-    return device, stream, torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return device, stream, _dispatch_mode(_FAKE)
+
+
+_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 
 def _fake_mode() -> Any:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return _dispatch_mode(_FAKE)
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,17 @@ def call(ranks: Ranks | None, name: str, *what: int, goes_on: bool = False) -> A
     return waiting.call(ranks if _sends_messages else None, name, *what, goes_on=goes_on)
 
 
+def link_of(ranks: Ranks, device: torch.device, kept: dict[Any, Any]) -> Link:
+    """The link of several ranks that is in ``kept``; ``connect`` makes it. All ``ranks`` must call this."""
+    link: Link | None = kept.get(("link", device))
+    if link is None or link.generation != link.calls.generation:
+        link = connect(ranks, device)
+        assert link is not None
+        if _sends_messages:
+            kept["link", device] = link
+    return link
+
+
 class Links(NamedTuple):
     """The links of an attention call. None where there are no other ranks."""
 
@@ -149,13 +160,16 @@ def exchange(sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], ranks:
     receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
     if not sends and not receives:
         return Pending()
-    buffers = [tensor for _, tensor in (*sends, *receives)]
-    link = connect(ranks, buffers[0].device)
+    link = ranks
+    if not isinstance(link, Link) or open_traces or link.generation != link.calls.generation:
+        link = connect(ranks, (sends or receives)[0][1].device)
     assert link is not None
-    for peer, tensor in sends:
-        count_sent(tensor.nbytes, link.ranks, peer)
+    if open_traces:
+        for peer, tensor in sends:
+            count_sent(tensor.nbytes, link.ranks, peer)
     if not _sends_messages:
         return Pending()
     if link.memory is not None:
+        buffers = [tensor for _, tensor in (*sends, *receives)]
         return share_messages(link.ranks, link.memory, sends, receives, "alias", buffers)
     return start_messages(sends, receives, link.ranks, link.group)

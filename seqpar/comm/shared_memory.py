@@ -26,11 +26,13 @@ import select
 import struct
 import time
 import uuid
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Literal, NamedTuple
 from weakref import WeakSet, finalize
 
@@ -61,6 +63,8 @@ _SMALLEST_BLOCK = 1 << 16
 _FIRST_SEGMENT = 1 << 26
 # Free blocks keep their memory for later messages, up to so many bytes, or up to twice the bytes of the blocks in use.
 _SPARE_BYTES = 64 << 20
+# A search for a free block goes on until it has found so many, for the next messages.
+_FOUND_AT_ONCE = 4
 _NOTICE = struct.Struct("=7q968x")  # a _MessagePlace and a tag; 64 notices fill a pipe
 # In place of a _MessagePlace: the sender has waited for this rank for a while. If the ranks wait for each other in
 # different calls, they notice it so.
@@ -105,8 +109,8 @@ class _MemoryBlock:
     segment: _Segment
     start: int  # in the segment
     nbytes: int
+    sent: array[int]  # for each rank, how many messages in this block were sent to it
     storage: StorageWeakRef | None = None  # of the tensor
-    sent: dict[int, int] = field(default_factory=dict)  # by rank: how many messages in this block were sent to it
     has_memory: bool = True
 
 
@@ -162,7 +166,8 @@ class SharedMemoryTransport:
         self._files = files
         self._header = -(-8 * len(files) // 64) * 64  # bytes of a block before its tensor
         self._blocks: dict[int, _MemoryBlock] = {}  # by the address of the tensor
-        self._of_size: dict[int, list[_MemoryBlock]] = {}  # by bytes
+        # By bytes: the blocks, and these of them that were found to be free.
+        self._of_size: dict[int, tuple[list[_MemoryBlock], list[_MemoryBlock]]] = {}
         # Messages of other ranks in whose memory tensors of this rank are: the storage, the words and the word's index.
         self._aliases: list[tuple[StorageWeakRef, memoryview, int]] = []
         _transports.add(self)
@@ -205,8 +210,11 @@ class SharedMemoryTransport:
         """
         peer, expected = notice.peer, self._expected[notice.peer]
         while notice.place is None:
-            self._wait(peer, self._incoming, select.POLLIN)
-            record = os.read(self._incoming[peer], _NOTICE.size)
+            try:
+                record = os.read(self._incoming[peer], _NOTICE.size)
+            except BlockingIOError:
+                self._wait(peer, self._incoming, select.POLLIN)
+                continue
             if not record:
                 raise PeerError(peer, "the rank has ended")
             *place, number, what = _NOTICE.unpack(record)
@@ -279,10 +287,11 @@ class SharedMemoryTransport:
 
     def _place(self, peer: int, x: Tensor) -> _MessagePlace:
         """Where the message ``x`` to ``peer`` is. Copies it to shared memory if it is not there."""
-        x = self.share(x)
-        block = self._block_of(x)
-        assert block is not None
-        block.sent[peer] = block.sent.get(peer, 0) + 1
+        if (block := self._block_of(x)) is None:
+            x = self.empty(x.numel(), x.dtype).copy_(x.view(-1))
+            block = self._block_of(x)
+            assert block is not None
+        block.sent[peer] += 1
         segment = block.segment
         return _MessagePlace(segment.start, segment.nbytes, block.start, x.data_ptr() - segment.address, x.nbytes)
 
@@ -292,18 +301,21 @@ class SharedMemoryTransport:
     def _is_free(self, block: _MemoryBlock) -> bool:
         if block.storage is not None and not block.storage.expired():
             return False
-        words, first = block.segment.words, block.start // 8
-        return all(words[first + peer] == count for peer, count in block.sent.items())
+        first = block.start // 8
+        return block.segment.words[first : first + len(block.sent)] == block.sent
 
     def _free_block(self, nbytes: int) -> _MemoryBlock:
         """A free block of at least ``nbytes`` bytes."""
         size = max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length())
         self._release_aliases()
-        of_size = self._of_size.setdefault(size, [])
-        for block in of_size:  # the first free one, so that the last ones stay unused, and without memory
-            if self._is_free(block):
-                block.has_memory = True
-                return block
+        of_size, found = self._of_size.setdefault(size, ([], []))
+        if not found:  # the first free ones, so that the last ones stay unused, and without memory
+            found += islice((block for block in of_size if self._is_free(block)), _FOUND_AT_ONCE)
+            found.reverse()
+        if found:
+            block = found.pop()
+            block.has_memory = True
+            return block
         free = [block for block in self._blocks.values() if self._is_free(block)]
         spare = sum(block.nbytes for block in free if block.has_memory)
         used = sum(block.nbytes for block in self._blocks.values() if block.has_memory) - spare + size
@@ -311,11 +323,14 @@ class SharedMemoryTransport:
             if block.has_memory and spare > max(_SPARE_BYTES, 2 * used):
                 block.segment.memory.madvise(mmap.MADV_REMOVE, block.start, block.nbytes)
                 block.has_memory = False
-                block.sent.clear()
+                block.sent = self._none_sent()
                 spare -= block.nbytes
         block = self._new_block(size)
         of_size.append(block)
         return block
+
+    def _none_sent(self) -> array[int]:
+        return array("q", bytes(8 * len(self._files)))
 
     def _new_block(self, size: int) -> _MemoryBlock:
         file = self._files[self._rank]
@@ -325,7 +340,7 @@ class SharedMemoryTransport:
             nbytes = max(end, 1 << (size - 1).bit_length())
             os.ftruncate(file.descriptor, end + nbytes)
             segment = file.segment(end, nbytes)
-        block = _MemoryBlock(segment, segment.used, size)
+        block = _MemoryBlock(segment, segment.used, size, self._none_sent())
         self._blocks[segment.address + block.start + self._header] = block
         segment.used += size
         return block
@@ -427,6 +442,7 @@ def _connect(ranks: Ranks, wanted: bool) -> SharedMemoryTransport | None:
 
 
 def _append(kept: list[int], passed: list[int], pipe: tuple[int, int]) -> int:
+    os.set_blocking(pipe[0], False)
     kept.append(pipe[0])
     passed.append(pipe[1])
     return pipe[0]

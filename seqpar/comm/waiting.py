@@ -170,7 +170,8 @@ class Pending:
             if self._peers is None and self._works and self._buffers[0].device.type == "cpu":
                 _wait_for_collective(self._works[0])
             elif self._works and isinstance(self._works[0], _GLOO_MESSAGES) and self._buffers[0].device.type == "cpu":
-                _wait_for_messages(self._works)
+                if not isinstance(self._works[0], _SIMULATED):
+                    _wait_for_messages(self._works)
             else:
                 for work in self._works:
                     work.wait()
@@ -237,13 +238,15 @@ class _Greeting:
         check_tag(self._rank, (number, what), self._tag)
 
 
-def _greetings(peers: Iterable[int], ranks: Ranks, group: ProcessGroup) -> list[_Greeting]:
+def _greetings(peers: Sequence[int], ranks: Ranks, group: ProcessGroup) -> list[_Greeting]:
     """Greetings to the peers to which this call has sent nothing yet."""
-    calls = current.get()
-    new = [] if calls is None else [peer for peer in dict.fromkeys(peers) if (group, peer) not in calls.greeted]
-    if calls is None or not new:
+    if (calls := current.get()) is None:
         return []
-    calls.greeted.update((group, peer) for peer in new)
+    greeted = calls.greeted.setdefault(group, set())
+    if greeted.issuperset(peers):
+        return []
+    new = [peer for peer in dict.fromkeys(peers) if peer not in greeted]
+    greeted.update(new)
     return [] if is_simulated() else [_Greeting(peer, ranks, group) for peer in new]
 
 
@@ -255,7 +258,7 @@ def start(
         own_entry.remove()
     began = time.monotonic()
     try:
-        others = (peer for peer in range(ranks.size()) if peer != ranks.rank())
+        others = [peer for peer in range(ranks.size()) if peer != ranks.rank()]
         if buffers[0].device.type == "cpu" and group is not None and (new := _greetings(others, ranks, group)):
             _wait_for_messages(new)
         return Pending([collective(*args, group=group, async_op=True)], buffers, ranks)
@@ -269,19 +272,24 @@ def start_messages(sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], 
     """Start messages between ``ranks`` in ``group``, their process group. There must be one."""
     if own_entry.written:
         own_entry.remove()
-    messages = [(dist.isend, *x) for x in sends] + [(dist.irecv, *x) for x in receives]
-    buffers, peers = [tensor for _, _, tensor in messages], [peer for _, peer, _ in messages]
+    messages = [*sends, *receives]
+    buffers, peers = [x for _, x in messages], [peer for peer, _ in messages]
     if buffers[0].device.type != "cpu":
-        ops = [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, peer, tensor in messages]
+        ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
+        ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
         return Pending(dist.batch_isend_irecv(ops), buffers, ranks)
-    works, began, at = list[Started](), time.monotonic(), 0
-    number = 1 + (hash(current_tag()) & 0x3FFFFFFF)
+    works: list[Any] = []
+    began, at, number = time.monotonic(), 0, 1 + (hash(current_tag()) & 0x3FFFFFFF)
     try:
-        works += _greetings(peers, ranks, group)
-        peers = [work.peer for work in works if isinstance(work, _Greeting)] + peers
-        for op, peer, tensor in messages:  # gloo starts them one by one anyway; so it is known which one fails
+        if new := _greetings(peers, ranks, group):
+            works += new
+            peers = [greeting.peer for greeting in new] + peers
+        for peer, x in sends:  # gloo starts them one by one anyway; so it is known which one fails
             at = len(works)
-            works += dist.batch_isend_irecv([dist.P2POp(op, tensor, group=group, group_peer=peer, tag=number)])
+            works.append(dist.isend(x, group=group, group_dst=peer, tag=number))
+        for peer, x in receives:
+            at = len(works)
+            works.append(dist.irecv(x, group=group, group_src=peer, tag=number))
     except RuntimeError as error:
         raise failure(operation_name(), ranks, PeerError(peers[at], str(error)), began) from error
     return Pending(works, buffers, ranks, peers)
@@ -358,3 +366,5 @@ class _Waiter:
 
 _idle: list[_Waiter] = []
 _GLOO_MESSAGES = dist.Work, _Greeting
+# The works of a simulated group, for which nothing is waited.
+_SIMULATED: Any = getattr(torch._C._distributed_c10d, "FakeWork", ())

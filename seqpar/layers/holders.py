@@ -61,7 +61,7 @@ def refuse_shards(module: nn.Module, ranks: ProcessGroup | None) -> None:
     """Raise if weights are used as shards on the ranks of a sequence, whose layers would add what belongs to different
     tokens. Weights that ``fully_shard`` gathers, and weights of this package's tensor-parallel layers, are right.
     """
-    if ranks is None or ranks.size() == 1:
+    if ranks is None or ranks.size() == 1 or _all_plain(module):
         return
     sharded = {n: p for n, p in module.named_parameters() if is_dtensor(p)}
     if not sharded:
@@ -80,6 +80,17 @@ def refuse_shards(module: nn.Module, ranks: ProcessGroup | None) -> None:
                     f"mesh={fits} on {max(rest, 2) * tp} ranks, or do not shard the weights. If fully_shard around the "
                     "module gathers them, pass the module that fully_shard was called with"
                 )
+
+
+def _all_plain(module: nn.Module) -> bool:
+    """Whether no parameter is of a class of its own, as a DTensor is. Every decoded token asks it anew, because any
+    code may replace a parameter; ``named_parameters`` would take four times as long."""
+    kinds, seen, left = set[type](), set[nn.Module](), [module]
+    while left:
+        kinds.update(map(type, (one := left.pop())._parameters.values()))
+        seen.add(one)
+        left += [child for child in one._modules.values() if child is not None and child not in seen]
+    return kinds <= {nn.Parameter, type(None)}
 
 
 def gathered_parameters(module: nn.Module) -> dict[nn.Parameter, list[ProcessGroup]]:

@@ -55,7 +55,7 @@ class Calls:
         works: messages that were started and not waited for, by the identity of their list, each with a function that
             lets their memory be used again after the connections were closed.
         tag: of the messages that are sent now.
-        greeted: the process groups and ranks with which the tag has been exchanged.
+        greeted: by process group, the ranks with which the tag has been exchanged.
         left_by: the rank of the job whose error has ended the call. MESSAGES_FAILED: the ranks find out together which
             rank is missing (``failed_wait``).
         epoch: of the default group: how often the ranks have begun to count their calls again.
@@ -67,7 +67,7 @@ class Calls:
         self.generation = 0
         self.works: dict[int, tuple[list[Any], Callable[[], None]]] = {}
         self.tag = _NO_CALL
-        self.greeted: set[tuple[ProcessGroup, int]] = set()
+        self.greeted: dict[ProcessGroup, set[int]] = {}
         self.left = False  # whether an exception has left a call, and the ranks have not met since
         self.left_by: int | None = None
         self.unusable: str | None = None

@@ -43,6 +43,23 @@ class Transfer:
     sender_rows: RowSpans
 
 
+class ByPeer:
+    """The messages of transfers: the transfers of one peer form one message, in their order.
+
+    Attributes:
+        rows: the rows of the message of each peer.
+        places: for each transfer the peer, and the first row and the number of rows in its message.
+    """
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self.rows: dict[int, int] = {}
+        self.places: list[tuple[int, int, int]] = []
+        for transfer in transfers:
+            start, count = self.rows.get(transfer.peer, 0), transfer.owner_rows.count
+            self.places.append((transfer.peer, start, count))
+            self.rows[transfer.peer] = start + count
+
+
 @dataclass(frozen=True, eq=False)
 class Hop:
     """The K/V rows that one rank sends and receives at a time, inside its host or between hosts.
@@ -63,14 +80,14 @@ class Hop:
         return not self.receives and not self.sends
 
     @cached_property
-    def received_by_peer(self) -> dict[int, list[Transfer]]:
-        """The transfers that this rank receives, by the peer that sends them in one message."""
-        return _by_peer(self.receives)
+    def received(self) -> ByPeer:
+        """The transfers that this rank receives, in one message from each peer."""
+        return ByPeer(self.receives)
 
     @cached_property
-    def sent_by_peer(self) -> dict[int, list[Transfer]]:
-        """The transfers that this rank sends, by the peer that receives them in one message."""
-        return _by_peer(self.sends)
+    def sent(self) -> ByPeer:
+        """The transfers that this rank sends, in one message to each peer."""
+        return ByPeer(self.sends)
 
     def __str__(self) -> str:
         words = [f"receive {len(t.owner_rows)} rows of {t.owner} from {t.peer}" for t in self.receives]
@@ -220,10 +237,3 @@ def _posts(steps: Sequence[Step], prefetch: int, gather: bool) -> list[list[Post
             posts[at].append(inter_host.popleft())
         posts[at].append(("intra_host", i))
     return posts
-
-
-def _by_peer(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:
-    by_peer: dict[int, list[Transfer]] = {}
-    for transfer in transfers:
-        by_peer.setdefault(transfer.peer, []).append(transfer)
-    return by_peer

@@ -130,7 +130,7 @@ class RowSpans:
                 continue
             offset = 0
             for start, stop in self.spans:
-                target[..., offset : offset + stop - start, :, :] = x[..., start:stop, :, :]
+                _narrow(target, offset, stop - start).copy_(_narrow(x, start, stop - start))
                 offset += stop - start
 
     def add_to(self, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -142,7 +142,7 @@ class RowSpans:
                 continue
             offset = 0
             for start, stop in self.spans:
-                target[..., start:stop, :, :] += x[..., offset : offset + stop - start, :, :]
+                _narrow(target, start, stop - start).add_(_narrow(x, offset, stop - start))
                 offset += stop - start
 
     def counts_below(self, x: Tensor) -> Tensor:
@@ -153,6 +153,11 @@ class RowSpans:
 
 
 NO_ROWS = RowSpans(())
+
+
+def _narrow(x: Tensor, start: int, count: int) -> Tensor:
+    """Some rows of ``x [..., rows, heads, head_dim]``."""
+    return x if count == x.shape[-3] else x.narrow(-3, start, count)
 
 
 def _counts_in_ranges(ranges: Sequence[tuple[int, int]], x: Tensor) -> Tensor:

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from ..comm.streams import ReadyEvents, TransferStream
-from ..comm.trace import count_step
+from ..comm.trace import count_step, open_traces
 from ..schedule.program import Step
 from .transport import KV, KeyValues, Message, Transport, Wait
+
+_NO_STREAM = nullcontext()
 
 
 class Transfers:
@@ -32,7 +35,7 @@ class Transfers:
         self, steps: Sequence[Step], transport: Transport, k: Tensor, v: Tensor, ready: ReadyEvents, frees_first: bool
     ) -> None:
         self._steps, self._transport, self._kv, self._frees_first = steps, transport, (k, v), frees_first
-        self._stream = TransferStream((k, v), ready) if len(steps) > 1 else None
+        self._stream = TransferStream((k, v), ready) if len(steps) > 1 and k.device.type != "cpu" else None
         self._local: dict[int, KeyValues] = {}  # this rank's rows, by chunk of heads
         self._intra_host: deque[Callable[[], KV]] = deque()
         self._inter_host: deque[Callable[[], Any]] = deque()
@@ -52,29 +55,28 @@ class Transfers:
 
         In a step without keys for this rank, the K/V are this rank's own.
         """
-        if self._stream is not None:
-            if self._frees_first:
-                self._stream.release()
-            if step.posts:
-                with self._stream.posting():
-                    for level, number in step.posts:
-                        self._post(level, self._steps[number])
-            self._stream.release()
+        if (stream := self._stream) is not None and self._frees_first:
+            stream.release()
+        if step.posts:
+            with _NO_STREAM if stream is None else stream.posting():
+                for level, number in step.posts:
+                    self._post(level, self._steps[number])
+        if stream is not None:
+            stream.release()
         if step.index:
             return self._intra_host.popleft()()
         return self._kv if step.kv_heads is None else take_kv(self._kv, step)
 
     def _post(self, level: str, step: Step) -> None:
         chunk = step.chunks.start
-        if chunk not in self._local:
-            self._local[chunk] = KeyValues(take_kv(self._kv, step))
-        local = self._local[chunk]
+        if (local := self._local.get(chunk)) is None:
+            local = self._local[chunk] = KeyValues(take_kv(self._kv, step))
         if level == "inter_host":
             self._inter_host.append(self._transport.send_inter_host(step, local))
             return
         if step.starts_inter_host:
             self._host_kv = self._inter_host.popleft()()
-        if chunk == 0 and step.intra_host.receives:
+        if open_traces and chunk == 0 and step.intra_host.receives:
             count_step()
         self._intra_host.append(self._transport.send_intra_host(step, local, self._host_kv))
 
@@ -94,6 +96,7 @@ class GradientReduce:
 
     def __init__(self, transport: Transport, dk: Any, dv: Any, gather: bool) -> None:
         self._transport, self._dkv, self._gather = transport, (dk, dv), gather
+        self._parts: dict[int, list[Sequence[Tensor]]] = {}  # what is one message, by chunk of heads
         self._partial_dkv: list[Message] = []  # the gradients of the step that is computed now
         self._sent: Step | None = None
         self._intra_host: list[Wait] = []  # wait for the messages of the last step, and add them
@@ -112,10 +115,12 @@ class GradientReduce:
         """Where backward puts the dk and dv of a step: this rank's own dk and dv for its own keys, else a message."""
         if step.index == 0 or step.keys is None:
             return take_kv(self._dkv, step)
-        to = None if self._gather else self._transport.link
-        self._partial_dkv = [Message(part, len(step.keys), to=to) for part in self._parts(step)]
-        dk, dv = (x for message in self._partial_dkv for x in message.tensors)
-        return dk, dv
+        if self._gather:
+            self._partial_dkv = messages = [Message(part, len(step.keys)) for part in self._parts_of(step)]
+            return messages[0].tensors[0], messages[1].tensors[0]
+        message = Message(self._parts_of(step)[0], len(step.keys), to=self._transport.link)
+        self._partial_dkv = [message]
+        return message.kv
 
     def send(self, step: Step) -> None:
         """Wait for the gradients of the previous step, then send the gradients of this step."""
@@ -123,21 +128,23 @@ class GradientReduce:
             return
         self._finish_step()
         self._sent = step
-        for dkv, sums in zip(self._parts(step), self._sums, strict=False):
+        for dkv, sums in zip(self._parts_of(step), self._sums, strict=False):
             message = self._partial_dkv.pop(0) if self._partial_dkv else None
             self._intra_host.append(self._transport.return_intra_host(step, message, dkv, sums))
             del message  # so that the next message can use its memory
 
-    def _parts(self, step: Step) -> list[Sequence[Tensor]]:
-        dk, dv = take_kv(self._dkv, step)
-        return [[dk], [dv]] if self._gather else [(dk, dv)]
+    def _parts_of(self, step: Step) -> list[Sequence[Tensor]]:
+        if (parts := self._parts.get(step.chunks.start)) is None:
+            dk, dv = take_kv(self._dkv, step)
+            parts = self._parts[step.chunks.start] = [[dk], [dv]] if self._gather else [(dk, dv)]
+        return parts
 
     def _finish_step(self) -> None:
         _finish(self._intra_host)
         step, self._sent = self._sent, None
         if step is not None and step.ends_inter_host:
             _finish(self._inter_host)
-            for dkv, sums in zip(self._parts(step), self._sums, strict=False):
+            for dkv, sums in zip(self._parts_of(step), self._sums, strict=False):
                 self._inter_host.append(self._transport.return_inter_host(step, sums, dkv))
                 sums.clear()
 

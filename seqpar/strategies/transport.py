@@ -10,10 +10,10 @@ Shapes: b batch, k keys of a step, n KV heads, d head_dim of q and k, e head_dim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import lru_cache
 from math import prod
-from operator import floordiv, mod
-from typing import Any
+from operator import attrgetter, floordiv, mod
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,8 +21,8 @@ from ..comm.collectives import start_all_gather, start_reduce_scatter
 from ..comm.p2p import Link, Links, exchange, new_message
 from ..comm.waiting import Pending
 from ..schedule.plan import AttentionPlan
-from ..schedule.program import Hop, Step, Transfer
-from ..schedule.rows import GatheredRows, RowSpans
+from ..schedule.program import ByPeer, Hop, Step, Transfer
+from ..schedule.rows import NO_ROWS, GatheredRows, RowSpans
 
 KV = tuple[Tensor, Tensor]  # [b, k, n, d], [b, k, n, e]
 Wait = Callable[[], None]
@@ -43,25 +43,26 @@ class Message:
     def __init__(
         self, like: Sequence[Tensor], rows: int, *, flat: Tensor | None = None, to: Link | None = None, longest: int = 0
     ) -> None:
-        self._shapes = [(*x.shape[:-3], rows, *x.shape[-2:]) for x in like]
-        self.rows = rows
+        self.rows, self._views = rows, list[Tensor]()
+        self._form = form = _form(rows, longest, *map(_shape, like))
         if flat is None:
-            numel = sum(map(prod, self._shapes))
             if to is not None and to.memory is not None:
-                flat = new_message(numel, like[0], to)
-            elif 0 < rows < longest:
-                room = longest >> (longest // rows).bit_length() - 1
-                flat = like[0].new_empty(numel // rows * room)[:numel]
+                flat = new_message(form.numel, like[0], to)
             else:
-                flat = like[0].new_empty(numel)
+                flat = like[0].new_empty(form.room)
+                if form.room > form.numel:
+                    flat = flat[: form.numel]
         self.flat = flat
 
-    @cached_property
+    @property
     def tensors(self) -> list[Tensor]:
         """Views ``[..., rows, n, d]`` of the buffer, one per tensor; they may differ in d. Make them after the message
         has arrived: in shared memory, the buffer is replaced by the one that the sender wrote."""
-        parts = self.flat.split_with_sizes([prod(shape) for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        if not self._views:
+            flat = self.flat
+            start = flat.storage_offset()
+            self._views = [flat.as_strided(shape, stride, start + at) for shape, stride, at in self._form.parts]
+        return self._views
 
     @property
     def kv(self) -> KV:
@@ -72,24 +73,58 @@ class Message:
         return self.tensors if rows == self.rows else [x.narrow(-3, start, rows) for x in self.tensors]
 
 
+_shape = attrgetter("shape")
+
+
+class _Form(NamedTuple):
+    """How a message is divided, in elements.
+
+    Attributes:
+        parts: of each tensor, the shape, the strides and the place in the message.
+        numel: of the message.
+        room: of the memory of a new message.
+    """
+
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    numel: int
+    room: int
+
+
+@lru_cache(maxsize=1024)
+def _form(rows: int, longest: int, *like: Sequence[int]) -> _Form:
+    """The form of a message of ``rows`` rows of tensors of the shapes ``like`` (see ``Message``)."""
+    parts, numel = [], 0
+    for shape in like:
+        shape = *shape[:-3], rows, *shape[-2:]
+        parts.append((shape, tuple(prod(shape[i + 1 :]) for i in range(len(shape))), numel))
+        numel += prod(shape)
+    room = longest >> (longest // rows).bit_length() - 1 if 0 < rows < longest else rows
+    return _Form(tuple(parts), numel, numel // rows * room if rows else numel)
+
+
 class KeyValues:
-    """Rows of k and v of one owner, and the message that holds all of these rows once there is one."""
+    """Rows of k and v of one owner, the message that holds all of these rows once there is one, and the last message of
+    some of them."""
 
     def __init__(self, kv: KV, message: Message | None = None) -> None:
         self.kv = kv  # [b, k, n, d], [b, k, n, e]
-        self._message = message
+        self._message, self._last = message, (NO_ROWS, message)
 
     def message(self, rows: RowSpans, to: Link | None, longest: int, *, padded: bool = False) -> Message:
         """A message of ``rows``, to be sent over ``to``; ``padded`` with zeros to the ``longest`` shard."""
-        full = rows.count == self.kv[0].shape[1]
-        if full and self._message is not None:
-            return self._message
+        full, (last, message) = rows.count == self.kv[0].shape[1], self._last
+        if full:
+            message = self._message
+        if message is not None and (full or rows == last):
+            return message
         message = Message(self.kv, longest if padded else rows.count, to=to, longest=longest)
         if message.rows > rows.count:
             message.flat.zero_()  # TORCH_NCCL_NAN_CHECK=1 looks at the padding too
         rows.copy_to(message.narrow(0, rows.count), self.kv)
         if full:
             self._message = message  # every step of the ring sends it again
+        else:
+            self._last = rows, message  # under a zigzag layout, all earlier ranks need the same half
         return message
 
 
@@ -120,7 +155,7 @@ class PeerToPeer:
 
         def wait() -> KV:
             pending.wait()
-            views = _views(step.intra_host.receives, incoming)
+            views = _views(step.intra_host.received, incoming)
             incoming.clear()
             return _step_kv(step, views, local)
 
@@ -141,15 +176,15 @@ class PeerToPeer:
         if partial is not None and len(hop.receives) == 1:
             outgoing[hop.receives[0].peer] = partial
         elif isinstance(step.keys, GatheredRows) and partial is not None:
-            outgoing = {peer: Message(dkv, _rows(x), to=self.link) for peer, x in hop.received_by_peer.items()}
-            for i, views in enumerate(_views(hop.receives, outgoing)):
+            outgoing = {peer: Message(dkv, rows, to=self.link) for peer, rows in hop.received.rows.items()}
+            for i, views in enumerate(_views(hop.received, outgoing)):
                 step.keys.gather(i, partial.tensors, views)
-        incoming, pending = self._exchange(hop, outgoing, hop.sent_by_peer, dkv, self.link)
+        incoming, pending = self._exchange(hop, outgoing, hop.sent, dkv, self.link)
         host_rows = {t.owner: t.owner_rows.count for t in step.inter_host.receives} if step.inter_host else {}
 
         def accumulate() -> None:
             pending.wait()
-            for transfer, views in zip(hop.sends, _views(hop.sends, incoming), strict=True):
+            for transfer, views in zip(hop.sends, _views(hop.sent, incoming), strict=True):
                 owner, message = transfer.owner, incoming[transfer.peer]
                 if owner == self._plan.rank:
                     transfer.owner_rows.add_to(dkv, views)
@@ -168,7 +203,7 @@ class PeerToPeer:
         """Send the ``sums`` of gradients to the owners. The function adds the received sums to ``dkv``."""
         assert step.inter_host is not None
         hop = step.inter_host
-        incoming, pending = self._exchange(hop, dict(sums), hop.sent_by_peer, dkv, self._across)
+        incoming, pending = self._exchange(hop, dict(sums), hop.sent, dkv, self._across)
 
         def accumulate() -> None:
             pending.wait()
@@ -182,37 +217,34 @@ class PeerToPeer:
     ) -> tuple[dict[int, Message], Pending]:
         """Start a hop whose rows are in ``sources``, by owner. Returns the received messages, by peer."""
         kv, outgoing, longest = sources[self._plan.rank].kv, dict[int, Message](), self._plan.longest
-        for peer, transfers in hop.sent_by_peer.items():
-            if len(transfers) == 1:
-                outgoing[peer] = sources[transfers[0].owner].message(transfers[0].sender_rows, link, longest)
-                continue
-            outgoing[peer] = Message(kv, _rows(transfers), to=link, longest=longest)
-            for transfer, views in zip(transfers, _views(transfers, outgoing), strict=True):
+        if len(hop.sent.rows) == len(hop.sends):  # one transfer to each peer
+            for transfer in hop.sends:
+                outgoing[transfer.peer] = sources[transfer.owner].message(transfer.sender_rows, link, longest)
+        else:
+            outgoing = {peer: Message(kv, rows, to=link, longest=longest) for peer, rows in hop.sent.rows.items()}
+            for transfer, views in zip(hop.sends, _views(hop.sent, outgoing), strict=True):
                 transfer.sender_rows.copy_to(views, sources[transfer.owner].kv)
-        return self._exchange(hop, outgoing, hop.received_by_peer, kv, link)
+        return self._exchange(hop, outgoing, hop.received, kv, link)
 
     def _exchange(
         self,
         hop: Hop,
         outgoing: dict[int, Message],
-        receives: dict[int, list[Transfer]],
+        receipt: ByPeer,
         like: Sequence[Tensor],
         link: Link | None,
     ) -> tuple[dict[int, Message], Pending]:
         """Exchange messages in the hop's rounds of peers. A message of this rank to itself is not sent."""
         rank, size, longest = self._plan.rank, self._plan.per_host, self._plan.longest
         incoming = {
-            p: outgoing[p] if p == rank else Message(like, _rows(x), longest=longest) for p, x in receives.items()
+            p: outgoing[p] if p == rank else Message(like, rows, longest=longest) for p, rows in receipt.rows.items()
         }
         index = mod if link is self.link else floordiv  # of a peer among the ranks of ``link``
-        rounds = [
-            exchange(
-                [(index(peer, size), outgoing[peer].flat) for peer in peers if peer in outgoing],
-                [(index(peer, size), incoming[peer].flat) for peer in peers if peer in incoming],
-                link,
-            )
-            for peers in hop.rounds
-        ]
+        rounds = []
+        for peers in hop.rounds:
+            sends = [(index(peer, size), outgoing[peer].flat) for peer in peers if peer in outgoing]
+            receives = [(index(peer, size), incoming[peer].flat) for peer in peers if peer in incoming]
+            rounds.append(exchange(sends, receives, link))
         if len(rounds) == 1 and rank not in incoming:
             return incoming, rounds[0]
         return incoming, Pending.all(rounds, [message.flat for message in (*outgoing.values(), *incoming.values())])
@@ -296,17 +328,9 @@ class Collectives:
 Transport = PeerToPeer | Collectives
 
 
-def _rows(transfers: Sequence[Transfer]) -> int:
-    return sum(t.owner_rows.count for t in transfers)
-
-
-def _views(transfers: Sequence[Transfer], messages: dict[int, Message]) -> list[list[Tensor]]:
+def _views(transfers: ByPeer, messages: dict[int, Message]) -> list[list[Tensor]]:
     """For each transfer, views of its rows in the message of its peer: one view per tensor."""
-    views, offsets = [], dict.fromkeys(messages, 0)
-    for transfer in transfers:
-        views.append(messages[transfer.peer].narrow(offsets[transfer.peer], transfer.owner_rows.count))
-        offsets[transfer.peer] += transfer.owner_rows.count
-    return views
+    return [messages[peer].narrow(start, rows) for peer, start, rows in transfers.places]
 
 
 def _step_kv(step: Step, incoming: list[list[Tensor]], local: KeyValues) -> KV:

@@ -352,7 +352,7 @@ KEPT: dict[str, str] = {
     "patching.replaced": "_shared",
     "comm.handshake": "_side_stream",
     "comm.nccl": "_warn_of_problems",
-    "comm.shared_memory": "_File.segments _MemoryBlock SharedMemoryTransport._blocks SharedMemoryTransport._of_size",
+    "comm.shared_memory": "_File.segments SharedMemoryTransport._blocks SharedMemoryTransport._of_size",
     "comm.streams": "ReadyEvents._events _posting _stream_of",
     "comm.trace": "open_traces",
     "comm.waiting": "_name _idle",
@@ -405,7 +405,7 @@ KEPT: dict[str, str] = {
     "planner.split": "_work_by_ring_rank",
     "planner.splits": "_balanced_layout",
     "planner.step": "StepCost._passes",
-    "ranks.calls": "Calls.connections Calls.works current _calls",
+    "ranks.calls": "Calls.connections Calls.works Calls.greeted current _calls",
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
     "ranks.rendezvous": "waits_in_vain",
@@ -415,7 +415,7 @@ KEPT: dict[str, str] = {
         "AttentionPlan._programs AttentionPlan.checksum AttentionPlan.longest AttentionPlan.dense "
         "AttentionPlan.intervals AttentionPlan._global_intervals AttentionPlan._has_queries _plans"
     ),
-    "schedule.program": "Hop.received_by_peer Hop.sent_by_peer Program.backward_steps",
+    "schedule.program": "ByPeer.rows Hop.received Hop.sent Program.backward_steps",
     "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
     "sharding.same_rows": "_calls",
     "sharding.sharding": (
@@ -438,6 +438,6 @@ KEPT: dict[str, str] = {
         "ChunkRows.lengths rows_of_sharding rows_in_rank_order SequenceChunks.size SequenceChunks.rank "
         "SequenceChunks.total"
     ),
-    "strategies.transfers": "Transfers._local",
-    "strategies.transport": "Message.tensors",
+    "strategies.transfers": "Transfers._local GradientReduce._parts",
+    "strategies.transport": "_form",
 }

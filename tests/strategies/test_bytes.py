@@ -126,16 +126,15 @@ def watch(forward: Callable[[], None], backward: Callable[[], None]) -> Sent:
 def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
     """Run ``work`` over gloo; the fields of ``Sent`` in one direction."""
     handed_over = p2p = 0
-    send, all_to_all = dist.batch_isend_irecv, dist.all_to_all_single
+    send, all_to_all = dist.isend, dist.all_to_all_single
     all_gather, reduce_scatter = collectives.all_gather_single, collectives.reduce_scatter_single
 
-    def watched_send(ops: list[dist.P2POp]) -> Any:
+    def watched_send(x: Tensor, *, tag: int, **where: Any) -> Any:
         nonlocal handed_over, p2p
-        sends = [op.tensor.nbytes for op in ops if op.op is dist.isend]
-        nbytes = sum(size for size in sends if size > 1)  # a communicator connects each pair of ranks by one byte
-        handed_over += nbytes
-        p2p += nbytes
-        return send(ops)
+        if tag and x.nbytes > 1:  # else it says in which call the rank is, or connects two ranks
+            handed_over += x.nbytes
+            p2p += x.nbytes
+        return send(x, tag=tag, **where)
 
     def watched_all_to_all(output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         nonlocal handed_over
@@ -158,7 +157,7 @@ def watch_one(work: Callable[[], None]) -> tuple[int, int, int, int]:
         mock.patch.dict(os.environ, {VARIABLE: "0"}),
         mock.patch.object(collectives, "all_gather_single", watched_all_gather),
         mock.patch.object(collectives, "reduce_scatter_single", watched_reduce_scatter),
-        mock.patch.object(dist, "batch_isend_irecv", watched_send),
+        mock.patch.object(dist, "isend", watched_send),
         mock.patch.object(dist, "all_to_all_single", watched_all_to_all),
         mock.patch.object(collectives, "all_to_all_single", watched_all_to_all),
         seqpar.trace() as trace,

@@ -119,12 +119,13 @@ def attention_forward(
     weight = None if weight is None else weight.to(query.dtype)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [b, s, h, d], [b, s, n, d] and [b, s, n, e]
     settings, compiling = patch.settings, torch.compiler.is_compiling()
+    number = constant_float if compiling else float
     spec = (AttentionSpec if compiling else _spec)(
         strategy=settings.strategy,
         strategy_options=constants(settings.options),
-        softmax_scale=constant_float(scale),
-        softcap=constant_float(softcap or 0.0),
-        dropout_p=constant_float(dropout),
+        softmax_scale=number(scale),
+        softcap=number(softcap or 0.0),
+        dropout_p=number(dropout),
         deterministic=settings.deterministic,
         backend=settings.backend,
         alibi_slopes=settings.alibi_slopes,
