@@ -28,7 +28,7 @@ from torch import Tensor
 
 from seqpar.kernels import BACKENDS, block_lists, cudnn, flash, library
 
-LIBRARIES = ("flash", "cudnn", "flash_attn", "flash_attn_3", "flash_attn_4")
+LIBRARIES = ("flash", "cudnn", "cudnn_flex", "flash_attn", "flash_attn_3", "flash_attn_4")
 
 
 class BlockSparseTensorsTorch(NamedTuple):
@@ -115,7 +115,8 @@ class Kernels:
         """Check that a library accepts the head_dims, in forward and in backward.
 
         Sources: ``flash_api.cpp`` of flash-attn 2, of PyTorch's copy and of FlashAttention-3, ``_validate_head_dims``
-        in FlashAttention-4's ``interface.py``, and the documentation of cuDNN.
+        in FlashAttention-4's ``interface.py``, the documentation of cuDNN, and ``is_supported_head_dims`` in
+        ``validation.py`` of cuDNN's kernels for intervals.
         """
         d, e = q.shape[-1], v.shape[-1]
         assert k.shape[-1] == d
@@ -125,6 +126,7 @@ class Kernels:
             "flash_attn": d == e <= 256,
             "flash_attn_3": d == e <= 256 or (128 < d <= 192 and 96 < e <= 128),
             "flash_attn_4": max(d, e) <= most or (d, e) in ((192, 128), (256, 256)),
+            "cudnn_flex": max(d, e) <= 128 or (d, e) in ((192, 128), (256, 256)),
             "cudnn": max(d, e) <= (256 if self.capability == (9, 0) else 128) or (d, e) == (192, 128),
         }
         assert known[library], f"{library}: head_dim {d} of q and k, {e} of v"
@@ -258,7 +260,10 @@ def _module(name: str, version: str | None, body: Callable[[str, Arguments], Any
         def call(*args: Any, **kwargs: Any) -> Any:
             return body(function, bind(*args, **kwargs))
 
-        setattr(made, function, call)
+        inside, _, last = function.rpartition(".")  # "execution.f" is ``f`` of the module ``execution`` in it
+        if inside and not hasattr(made, inside):
+            setattr(made, inside, ModuleType(f"{name}.{inside}"))
+        setattr(getattr(made, inside) if inside else made, last, call)
 
     versions = SIGNATURES[name]
     for function, parameters in versions[version or list(versions)[-1]].items():
@@ -389,6 +394,59 @@ def interval_mask(batch: int, head: int, query: Tensor, key: Tensor, seqlen_info
     return (key >= aux[0][batch, query]) & (key < aux[1][batch, query])
 
 
+@dataclass
+class MaskPlan:
+    """What the fake ``create_mask_plan`` of cuDNN returns."""
+
+    shapes: tuple[torch.Size, ...]  # of q, k and v
+    mask: Tensor  # bool [b, q, k]
+    has_backward: bool
+
+
+def _cudnn_flex(kernels: Kernels, version: str | None) -> ModuleType:
+    """Checks as in ``validation.py`` and ``q2k_classify.py`` of cudnn.flex_attention."""
+
+    def plan(o: Arguments) -> MaskPlan:
+        q, k, v, ends = o["q"], o["k"], o["v"], o["mask_func"]
+        assert kernels.capability in ((9, 0), (10, 0), (10, 3))
+        assert not any(o[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "pack_gqa"))
+        kernels.check_dims("cudnn_flex", q, k, v)
+        check_tensors(q, k, v)
+        batch, q_len, k_len = len(q), q.shape[1], k.shape[1]
+        assert ends.dtype == torch.int32 and ends.is_contiguous() and ends.shape[0] == 1 and ends.shape[1] % 2
+        assert ends.shape[2] == batch * q_len
+        assert ends.min() >= 0 and ends.max() <= k_len and bool((ends.diff(dim=1) >= 0).all())
+        first, *rest = ends[0].view(-1, batch, q_len, 1).unbind()
+        keys = torch.arange(k_len)
+        mask = keys < first
+        for lo, hi in zip(rest[::2], rest[1::2], strict=True):
+            mask = mask | ((lo <= keys) & (keys < hi))
+        return MaskPlan((q.shape, k.shape, v.shape), mask, o["build_backward"])
+
+    def body(function: str, o: Arguments) -> Any:
+        name = function.split("_")[-1]
+        kernels.calls[name] += 1
+        if name == "plan":
+            return plan(o)
+        made, backward = o["mask_plan"], name == "backward"
+        names = ("q", "k", "v", "do", "o", "lse") if backward else ("q", "k", "v")
+        tensors = tuple(o[f"{x}_tensor"] for x in names)
+        assert isinstance(made, MaskPlan) and made.shapes == tuple(x.shape for x in tensors[:3])
+        kernels.check_dims("cudnn_flex", *tensors[:3])
+        found = kernels.run(
+            tensors, (None, None), (0, 0), (-1, -1), o["softmax_scale"], 0.0, empty=False, no_keys=-torch.inf,
+            mask=made.mask,
+        )  # fmt: skip
+        if backward:
+            kernels.calls["deterministic"] += o["deterministic"]
+            assert made.has_backward and o["dlse_tensor"] is None
+            return found
+        assert o["return_lse"] and not o["return_max_logit"]
+        return (*found, None)
+
+    return _module("cudnn.flex_attention", version, body)
+
+
 def _operator(operator: Any, version: str | None, body: Callable[[Arguments], Any]) -> Callable[..., Any]:
     """A function with the parameters of an operator of PyTorch that calls ``body`` with the arguments by name.
 
@@ -481,10 +539,13 @@ def stand_ins(
         versions: by backend, the recorded version of its signatures; by default the newest, or the installed PyTorch.
     """
     kernels = Kernels(like_a_kernel, capability)
-    packages = {"flash_attn": _flash_2, "flash_attn_3": _flash_3, "flash_attn_4": _flash_4}
+    packages = {
+        "flash_attn": _flash_2, "flash_attn_3": _flash_3, "flash_attn_4": _flash_4, "cudnn_flex": _cudnn_flex,
+    }  # fmt: skip
     made = [make(kernels, versions.get(name)) for name, make in packages.items()]
     modules = {module.__name__: module for module in made}
-    modules |= {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
+    modules |= {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "cudnn")}
+    vars(modules["cudnn"])["__version__"] = "1.32.0"
     sparse: Any = ModuleType("flash_attn.cute.block_sparsity")
     sparse.BlockSparseTensorsTorch = BlockSparseTensorsTorch
     flash_forward, flash_backward = _torch_flash(kernels, versions.get("flash"))

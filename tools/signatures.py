@@ -2,8 +2,9 @@
 
     python tools/signatures.py FLASH_ATTENTION [WHEEL ...]
 
-FLASH_ATTENTION is a clone of github.com/Dao-AILab/flash-attention. Each WHEEL is a wheel of torch or flash-attn-4. The
-records are written to tests/signatures.json. A version with the same functions as the version before is left out.
+FLASH_ATTENTION is a clone of github.com/Dao-AILab/flash-attention. Each WHEEL is a wheel of torch, flash-attn-4 or
+nvidia-cudnn-frontend. The records are written to tests/signatures.json. A version with the same functions as the
+version before is left out.
 """
 
 from __future__ import annotations
@@ -33,6 +34,21 @@ _MODULES = {
     ),
     "flash_attn.cute.interface": (
         "flash_attn/cute/interface.py", {"_flash_attn_fwd", "_flash_attn_bwd"}, r"fa4-v(4\.0\.0\.beta\d+)",
+    ),
+}  # fmt: skip
+# By package of a wheel: its module, and of each file what precedes the names of its functions, and these functions.
+_PACKAGES = {
+    "flash_attn_4": (
+        "flash_attn.cute.interface", {"flash_attn/cute/interface.py": ("", {"_flash_attn_fwd", "_flash_attn_bwd"})},
+    ),
+    "nvidia_cudnn_frontend": (
+        "cudnn.flex_attention",
+        {
+            "cudnn/flex_attention/plan/builder.py": ("", {"create_mask_plan"}),
+            "cudnn/flex_attention/execution.py": (
+                "execution.", {"_flex_attention_forward", "_flex_attention_backward"}
+            ),
+        },
     ),
 }  # fmt: skip
 
@@ -73,9 +89,12 @@ def main(repository: str, *wheels: str) -> None:
                 text = files.read("torchgen/packaged/ATen/native/native_functions.yaml").decode()
                 versions.append(("torch", version, schemas(text)))
             else:
-                module = "flash_attn.cute.interface"
-                file, functions, _ = _MODULES[module]
-                versions.append((module, version, signatures(files.read(file).decode(), functions)))
+                module, sources = _PACKAGES[package]
+                found = dict[str, str]()
+                for file, (prefix, functions) in sources.items():
+                    of_file = signatures(files.read(file).decode(), functions)
+                    found |= {prefix + name: parameters for name, parameters in of_file.items()}
+                versions.append((module, version, found))
     records: dict[str, dict[str, dict[str, str]]] = {}
     for module, version, found in versions:
         known = records.setdefault(module, {})

@@ -125,7 +125,7 @@ def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value
     """A value made of tensors on ``device``: made by ``make()`` if it is not cached. See ``ByteCache.get``."""
     cache = _without_owner if owner is None else _tensors
     captured = device.type == "cuda" and is_captured()
-    value: Value = cache.get((key, *context_of(device)), _refuse_capture if captured else make, owner)
+    value: Value = cache.get((key, *context_of(device)), refuse_capture if captured else make, owner)
     if captured:
         _captured.append(value)
     return value
@@ -136,7 +136,8 @@ def is_captured() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _refuse_capture() -> Any:
+def refuse_capture() -> Any:
+    """Raise a RuntimeError: what has to be made now cannot be made while a CUDA graph is captured."""
     raise RuntimeError(
         "a CUDA graph cannot capture the first attention call with a mask and a sharding, which copies tables to the "
         "GPU; run forward and backward once with them on a stream, and pass this stream to torch.cuda.graph"

@@ -23,6 +23,7 @@ from ..comm.trace import count_backend
 from .base import Backend, Score
 from .cpu import CpuBackend
 from .cudnn import CudnnBackend
+from .cudnn_flex import CudnnFlexBackend
 from .elementwise import interpreted
 from .flash import FlashAttention2Backend, FlashAttention3Backend, FlashAttention4Backend, TorchFlashBackend
 from .hopper import HopperBackend
@@ -31,7 +32,17 @@ from .reference import ReferenceBackend
 from .triton import TritonBackend
 
 BackendName = Literal[
-    "auto", "triton", "hopper", "flash_attn_4", "flash_attn_3", "cudnn", "flash_attn", "flash", "cpu", "reference"
+    "auto",
+    "triton",
+    "hopper",
+    "flash_attn_4",
+    "flash_attn_3",
+    "cudnn",
+    "cudnn_flex",
+    "flash_attn",
+    "flash",
+    "cpu",
+    "reference",
 ]
 
 # By the major of the compute capability: backends, fastest first, by published rates. Sources: docs/numerics.md.
@@ -44,7 +55,7 @@ _FASTEST: dict[int, tuple[str, ...]] = {
 }
 
 # "auto", `seqpar doctor` and `seqpar bench` do not try these: no GPU has passed their checks in benchmarks/gpu.py yet.
-ONLY_BY_NAME = ("hopper",)
+ONLY_BY_NAME = ("hopper", "cudnn_flex")
 
 
 def _fallback(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
@@ -65,6 +76,7 @@ _ALL: tuple[Backend, ...] = (
     FlashAttention4Backend(_fallback),
     FlashAttention3Backend(_fallback),
     CudnnBackend(_fallback),
+    CudnnFlexBackend(_fallback),
     FlashAttention2Backend(_fallback),
     TorchFlashBackend(_fallback),
     CpuBackend(),

@@ -76,14 +76,14 @@ class PackageBackend(LibraryBackend):
 
     Attributes:
         module, install: the module to import, and the command that installs it.
-        hub: the repository of the Hugging Face Hub that has the module prebuilt, and its version. A version keeps its
-            interface, and its newest build is loaded.
-        required: for each function of the module, the arguments that it must have.
+        hub: the repository of the Hugging Face Hub that has the module prebuilt, and its version; or None. A version
+            keeps its interface, and its newest build is loaded.
+        required: for each function of the module, the arguments that it must have. "a.b" is ``b`` of its module ``a``.
     """
 
     module: str
     install: str
-    hub: ClassVar[tuple[str, int]]
+    hub: ClassVar[tuple[str, int] | None]
     required: ClassVar[dict[str, tuple[str, ...]]]
     softcap = True
     optionally_deterministic = True
@@ -95,17 +95,19 @@ class PackageBackend(LibraryBackend):
         if isinstance(loaded, str):
             return loaded
         for name, arguments in self.required.items():
-            known = _parameters(getattr(loaded, name, None))
+            known = _parameters(_function(loaded, name))
             if missing := [argument for argument in arguments if argument not in known]:
                 return f"the installed {self.module} is too old or too new: {name} has no {', '.join(missing)}"
         return None
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> Any:
         """Call a function of the module with the arguments that its signature has, and None where it has no default."""
-        found = getattr(_load(self.module, self.install, self.hub), function)
+        found = _function(_load(self.module, self.install, self.hub), function)
         known = _parameters(found)
         rest = {name: arguments.get(name) for name in list(known)[len(tensors) :] if name in arguments or known[name]}
-        return found(*tensors, **rest)
+        device = tensors[0].device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # some launch on the current device
+            return found(*tensors, **rest)
 
     def arguments(self, options: Options) -> dict[str, Any]:
         """The arguments that the functions of some version take."""
@@ -229,11 +231,6 @@ class FlashAttention4Backend(PackageBackend):
         found = super().launches(intervals, q, k)
         return None if found and found[0].call.masked and too_long(intervals, q, k) else found
 
-    def call(self, function: str, *tensors: Tensor, **arguments: Any) -> Any:
-        device = tensors[0].device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # kernels run on the current device
-            return super().call(function, *tensors, **arguments)
-
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
         arguments = self.arguments(options) | interval_arguments(options.intervals, q, k, backward=False)
         out, lse, *_ = self.call("_flash_attn_fwd", q, k, v, return_lse=True, **arguments)
@@ -268,8 +265,16 @@ def _small_card(head_dim: int, capability: tuple[int, int]) -> str | None:
     return None
 
 
+def _function(module: ModuleType | str, name: str) -> Any:
+    """A function of a module, or of a module in it; None if there is none."""
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 @lru_cache(maxsize=16)
-def _load(module: str, install: str, hub: tuple[str, int]) -> ModuleType | str:
+def _load(module: str, install: str, hub: tuple[str, int] | None) -> ModuleType | str:
     """The module, or why there is none. Cached: a failed import is not repeated."""
     try:
         return importlib.import_module(module)
@@ -277,6 +282,8 @@ def _load(module: str, install: str, hub: tuple[str, int]) -> ModuleType | str:
         top = module.split(".")[0]
         missing = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith(top)
         why = "not installed" if missing else f"its import failed: {type(error).__name__}: {error}"
+    if hub is None:
+        return f"{module}: {why} ({install})"
     if not switch(HUB_VARIABLE):
         prebuilt = f"or pip install 'seqpar[hub]' and set {HUB_VARIABLE}=1 for prebuilt kernels of {hub[0]}"
         return f"{module}: {why} ({install}; {prebuilt})"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import weakref
 from inspect import signature
+from itertools import product
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -21,6 +24,7 @@ from seqpar import Mask
 from seqpar.kernels import BACKENDS, BackendChoice, _fallback, _warn_of_reference, block_lists, flash, order
 from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
+from seqpar.kernels.cudnn_flex import mask_endpoints
 from seqpar.kernels.elementwise import interpreted
 from seqpar.kernels.library import LibraryBackend, Options
 from seqpar.kernels.triton import TritonBackend
@@ -31,7 +35,7 @@ from seqpar.schedule.rows import KeyIntervals
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks
 from ..problems import BATCH_RULES, RULES, Problem, random_problem, solve
-from ..reference import Rule, assert_close, dense_gradients, rows_of, visible_pairs
+from ..reference import Rule, assert_close, combined_mask, dense_gradients, rows_of, visible_pairs
 from ..standins import LIBRARIES, SIGNATURES, backend_names, stand_ins, with_parameters
 from ..strategies.test_no_synchronisation import HostToDevice, without_a_gpu
 
@@ -126,9 +130,10 @@ def test_against_float64(name: str) -> None:
         problem = plain_problem(
             number, seq_len=50, heads=4, kv_heads=(4, 2, 1)[number % 3], rules=rules, dtype=dtype,
             sinks=number % 4 == 0, batch=max(rows_of(rules), 1 + number % 2),
-            v_head_dim=(None, 8, 24)[number % 3] if name in ("cudnn", "flash_attn_4") else None,
+            v_head_dim=(None, 8, 24)[number % 3] if name in ("cudnn", "cudnn_flex", "flash_attn_4") else None,
         )  # fmt: skip
-        with stand_ins(capability=(10, 0) if name == "flash_attn_4" and number % 2 else (9, 0)) as kernels:
+        newer = name in ("cudnn_flex", "flash_attn_4") and number % 2
+        with stand_ins(capability=(10, 0) if newer else (9, 0)) as kernels:
             check(ring_of(name, problem, ranks, layout, gather=number % 5 == 4), problem)
             assert kernels.calls or name == "cudnn"
 
@@ -214,6 +219,7 @@ def test_on_ranks(pool: Pool, world: int) -> None:
         ("flash_attn", {"strategy": "ring"}, documents),
         ("flash_attn_4", {"strategy": "context_parallel"}, documents),
         ("cudnn", {"strategy": "ulysses"}, (Rule("causal"),)),
+        ("cudnn_flex", {"strategy": "ring"}, documents),
     ]
     for backend, options, rules in runs:
         problem = plain_problem(5, seq_len=64, heads=4, kv_heads=2, rules=rules)
@@ -221,6 +227,110 @@ def test_on_ranks(pool: Pool, world: int) -> None:
             assert used == {backend} and calls >= 2
             for name, x in zip(("out", "dq", "dk", "dv"), whole, strict=True):
                 assert_close(x, solve(problem)[name], problem.dtype, f"{name}, {backend}, {options}")
+
+
+# cuDNN's kernels for key intervals
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_endpoints_decode_to_the_mask(layout: str) -> None:
+    """Every mask, with 1 to 4 ranks, in a ring or gathered: cuDNN's endpoints of each step against the dense mask.
+
+    A mask has two of these numbers of ranks, and the next mask the other two.
+    """
+    steps = 0
+    for (number, rules), ranks in product(enumerate((*RULES, *BATCH_RULES)), (1, 2, 3, 4)):
+        if (number + ranks + LAYOUTS.index(layout)) % 2:
+            continue
+        seen, batch = visible_pairs(rules, 50), max(2, rows_of(rules))
+        seen = seen.expand(batch, -1, -1)
+        sharding = TokenLayout(50, layout, ring=ranks)
+        for rank in range(ranks):
+            plan = attention_plan(combined_mask(rules), sharding, rank, number // 2 % 2 == 0)
+            own = sharding.ring_positions(rank).tensor(CPU)
+            found = torch.zeros(batch, len(own), 50, dtype=torch.bool)
+            for i, at in steps_of(plan) if len(own) else ():
+                intervals: Any = plan.intervals(i, CPU)
+                (first, lo, hi), keys = mask_endpoints(intervals, batch)[0].view(3, batch, -1, 1), torch.arange(len(at))
+                assert not first.any() and lo.min() >= 0 and bool((lo <= hi).all()) and hi.max() <= len(at)
+                found[..., at] = (keys < first) | ((lo <= keys) & (keys < hi))
+                steps += 1
+            assert torch.equal(found, seen[:, own]), (rules, ranks, rank)
+    assert steps > 200
+
+
+def test_a_plan_of_cudnn_lives_as_long_as_its_intervals() -> None:
+    """It serves forward and backward of every layer; another shape or dtype has another plan."""
+    backend = BACKENDS["cudnn_flex"]
+    q, k, v = (torch.randn(2, n, heads, 16).bfloat16() for n, heads in ((8, 4), (12, 2), (12, 2)))
+    lo, hi = torch.zeros(1, 8, dtype=torch.int32), torch.arange(4, 12, dtype=torch.int32)[None]
+    intervals = KeyIntervals(lo, hi, lo[0], torch.zeros(12, dtype=torch.int32))
+    with stand_ins() as kernels:
+        for _ in range(2):
+            with torch.inference_mode():  # a plan does not remember it
+                out, lse = backend.forward(q, k, v, intervals, Score(0.25), None, True)
+            grads = Grads(None, None, None, new_dq=True, new_dkv=True)
+            backend.backward(q, k, v, OutputGrad(out, out, lse, None), intervals, Score(0.25), grads)
+        assert kernels.calls == {"plan": 1, "forward": 2, "backward": 2, "deterministic": 0}
+        (plan,) = intervals.tiles.values()
+        made = weakref.ref(plan)
+        assert not plan.mask.is_inference()
+        del plan
+        backend.forward(q[:1], k[:1], v[:1], intervals, Score(0.25), None, True)
+        backend.forward(q.half(), k.half(), v.half(), intervals, Score(0.25), None, True)
+        assert kernels.calls["plan"] == 3
+        deterministic = backend.made_deterministic()  # type: ignore[attr-defined]
+        deterministic.backward(q, k, v, OutputGrad(out, out, lse, None), intervals, Score(0.25), grads)
+        assert kernels.calls["plan"] == 3 and kernels.calls["deterministic"] == 1
+        with mock.patch("seqpar.kernels.cudnn_flex.is_captured", return_value=True):
+            backend.forward(q, k, v, intervals, Score(0.25), None, True)
+            with pytest.raises(RuntimeError, match="cannot capture the first attention call"):
+                backend.forward(q[:, :, :2], k, v, intervals, Score(0.25), None, True)
+    del intervals
+    assert made() is None
+
+
+def test_cudnn_flex_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = BACKENDS["cudnn_flex"]
+
+    def why(head_dim: int = 64, v_head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **score: Any) -> str | None:
+        q = torch.empty(1, 8, 2, head_dim, dtype=dtype)
+        return backend.unsupported(q, q, Score(0.1, **score), lse_gradient=False, v_head_dim=v_head_dim)
+
+    for capability in ((9, 0), (10, 0), (10, 3)):
+        with stand_ins(capability=capability):
+            assert backend.unavailable() is None
+            for dims in ((8, 8), (128, 40), (64, 128), (192, 128), (256, 256)):
+                assert why(*dims) is None
+            for dims in ((136, 128), (128, 192), (192, 192), (256, 128)):
+                assert "(up to 128, 192 and 128, or 256)" in str(why(*dims))
+            assert "float16 and bfloat16 only" in str(why(dtype=torch.float32))
+            assert why(softcap=30.0) == "no softcap" and "no dropout" in str(why(dropout_p=0.1))
+    for capability, reason in (
+        ((8, 0), "9.x, 10.x only"),
+        ((10, 1), "9.0, 10.0 and 10.3 only"),
+        ((12, 0), "9.x, 10.x"),
+    ):
+        with stand_ins(capability=capability):
+            assert reason in str(why())
+    with stand_ins():
+        q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
+        assert BackendChoice("cudnn_flex", q).backend(q, q, Score(0.1)).name == "cudnn_flex"
+        for backends in (["cudnn_flex", "cpu"], ["cpu", "cudnn_flex"]):  # "auto" waits for a GPU that measures it
+            with mock.patch.dict(BACKENDS, {name: BACKENDS[name] for name in backends}, clear=True):
+                assert BackendChoice("auto", q).backend(q, q, Score(0.1)).name == "cpu"
+                assert BackendChoice("cpu", q).backend(q, q, Score(0.1), v_head_dim=40).name == "cpu"
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        assert "built with CUDA 12.8, and nvidia-cudnn-frontend needs CUDA 13" in str(backend.unavailable())
+        monkeypatch.setattr(torch.version, "cuda", "13.2")
+        for version in ("1.31.0", "1.9.0", "0.32"):
+            monkeypatch.setattr(sys.modules["cudnn"], "__version__", version)
+            assert f"nvidia-cudnn-frontend is {version}, and 1.32 or newer is needed" in str(backend.unavailable())
+        for version in ("1.32.0", "1.33.1", "2.0"):
+            monkeypatch.setattr(sys.modules["cudnn"], "__version__", version)
+            assert backend.unavailable() is None
+        del vars(sys.modules["cudnn.flex_attention"])["execution"]
+        assert "too old or too new: execution._flex_attention_forward has no mask_plan" in str(backend.unavailable())
 
 
 # Choosing
@@ -245,6 +355,7 @@ def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) 
             "flash_attn": r"not installed \(pip install 'seqpar\[flash\]'; or pip install 'seqpar\[hub\]' and set",
             "flash_attn_3": "not installed .*build the folder hopper",
             "flash_attn_4": r"not installed \(pip install --pre 'seqpar\[flash4\]'; or pip install 'seqpar\[hub\]'",
+            "cudnn_flex": r"cudnn.flex_attention: not installed \(pip install 'seqpar\[cudnn\]'\)$",
         }
         for name, reason in expected.items():
             found = BACKENDS[name].unavailable()
@@ -275,6 +386,7 @@ def test_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         "flash_attn": ("kernels-community/flash-attn2", 4),
         "flash_attn_3": ("kernels-community/flash-attn3", 1),
         "flash_attn_4": ("kernels-community/flash-attn4", 0),
+        "cudnn_flex": None,
     }
 
 
@@ -356,7 +468,7 @@ def test_the_order_on_a_gpu(capability: tuple[int, int], monkeypatch: pytest.Mon
     with FakeTensorMode():
         q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         names = list(order(q))
-    assert sorted([*names, "hopper"]) == sorted(BACKENDS) and names[-2:] == ["cpu", "reference"]
+    assert sorted([*names, "hopper", "cudnn_flex"]) == sorted(BACKENDS) and names[-2:] == ["cpu", "reference"]
     assert names[0] == {8: "flash_attn", 9: "flash_attn_4", 10: "flash_attn_4", 12: "flash_attn"}[capability[0]]
 
 
@@ -481,7 +593,7 @@ def test_the_installed_version_is_recorded(module: str) -> None:
             found: Any = str(getattr(torch.ops.aten, name).default._schema)
             recorded: list[Any] = [str(torch._C.parse_schema(version[name])) for version in versions]
         else:
-            found = [(x.name, x.default) for x in signature(getattr(package, name)).parameters.values()]
+            found = [(x.name, x.default) for x in signature(attrgetter(name)(package)).parameters.values()]
             recorded = [
                 [(x.name, x.default) for x in signature(with_parameters(version[name])).parameters.values()]
                 for version in versions
@@ -489,7 +601,7 @@ def test_the_installed_version_is_recorded(module: str) -> None:
         assert found in recorded, name
 
 
-@pytest.mark.parametrize("name", ["reference", "cudnn", "flash_attn_3", "flash_attn_4"])
+@pytest.mark.parametrize("name", ["reference", "cudnn", "cudnn_flex", "flash_attn_3", "flash_attn_4"])
 def test_values_of_another_head_dim(name: str) -> None:
     """Queries and keys of 192 and values of 128, as in multi-head latent attention: two steps, nothing is padded."""
     made, rules = torch.Generator().manual_seed(0), (Rule("causal"),)
