@@ -5,6 +5,8 @@ Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -213,11 +215,11 @@ class SdpaMode(TorchFunctionMode):
     def _needs_fullgraph_false(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, in which the mode is off, with this thread's attention replaced by ``attend``."""
         before = _attend_of_thread()
-        torch._C._stash_obj_in_tls(_ATTEND, lambda *args, **kwargs: self.attend(SdpaCall(*args, **kwargs)))
+        _stash(lambda *args, **kwargs: self.attend(SdpaCall(*args, **kwargs)))
         try:
             return func(*args, **kwargs)
         finally:
-            torch._C._stash_obj_in_tls(_ATTEND, before)
+            _stash(before)
 
     def __enter__(self) -> Any:
         # PyTorch keeps a list of the functions that modes see, from the first trace on: with its own function.
@@ -478,6 +480,27 @@ def _is_attention(func: Any) -> bool:
 
 def _attend_of_thread() -> Any:
     return torch._C._get_obj_in_tls(_ATTEND) if torch._C._is_key_in_tls(_ATTEND) else None
+
+
+def _steals_references() -> bool:
+    """Whether PyTorch releases a reference to a thread-local value that it has not taken, as torch 2.11 does."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls("seqpar_probe", probe)
+    steals = sys.getrefcount(probe) == count
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
+
+
+_STEALS = _steals_references()
+
+
+def _stash(attend: Any) -> None:
+    """Set what ``_attend_of_thread`` returns."""
+    torch._C._stash_obj_in_tls(_ATTEND, attend)
+    if _STEALS:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(attend))
 
 
 def _mode_of_thread() -> SdpaMode | None:

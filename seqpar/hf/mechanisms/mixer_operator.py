@@ -48,7 +48,7 @@ class MixerFunction(Opaque):
 
 @register_constant_type()
 @dataclass(frozen=True)
-class MixerCall:
+class MixerCall(Opaque):
     """What a compiled layer knows of a call.
 
     Attributes:
