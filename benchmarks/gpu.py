@@ -17,6 +17,8 @@ It needs PyTorch, Triton, numpy and einops. seqpar need not be installed.
 * **ranks** runs ``cluster_smoke.py`` with four ranks on this GPU over NCCL.
 * **tiles** measures tile sizes of the Triton kernels; **peers** measures FlexAttention.
 
+A backend that "auto" does not take yet (``hopper``) has tasks of its own, which come first.
+
 Every task is a process with a time limit. Processes are started ahead and wait for a task, so that their imports take
 no time. If a process hangs or loses the GPU, the step that it was in becomes a row with the reason, and a new process
 continues the task without this step. Checks run side by side, measurements alone. The tasks that matter most come
@@ -251,19 +253,43 @@ class Runner:
                 self.report.write(self.out, self.suffix)
 
 
-def tasks(smoke: bool, backends: Sequence[str], tools: Sequence[str] = ()) -> list[Task]:
+def tasks(smoke: bool, backends: Sequence[str], tools: Sequence[str] = (), new: Sequence[str] = ()) -> list[Task]:
     """All checks and measurements, the most important first.
 
     Args:
         smoke: tiny shapes.
         backends: the names of the backends that can run here, "triton" among them.
         tools: the commands of compute-sanitizer.
+        new: the names of backends that can run here and that "auto" does not take yet. Their tasks come first, because
+            most of them have never run.
     """
-    found = _smoke_tasks(backends) if smoke else _tasks(backends, tools)
+    found = _smoke_tasks(backends) if smoke else [*_new_tasks(new, backends), *_tasks(backends, tools)]
     first: dict[str, Task] = {}
     for task in found:
         first.setdefault(task.name, task)
     return list(first.values())
+
+
+def _new_tasks(new: Sequence[str], backends: Sequence[str]) -> Iterator[Task]:
+    """The checks of each new backend, then its speed beside the other backends'."""
+    for name in new:
+        contacts = [("bfloat16", 128, 1, 16, 16), ("float16", 64, 1, 16, 4)]
+        calls: list[tuple[str, int, tuple[Any, ...]]] = [
+            *(("check_contact", 10, (k, name, *x)) for x in contacts for k in ("forward", "carry", "backward")),
+            *(("check_values", 20, (name, x, d)) for x in ("bfloat16", "float16") for d in (128, 64)),
+            *((check, 10, (name,)) for check in ("check_strides", "check_streams", "check_graph")),
+            ("check_large", 15, (name,)),
+        ]
+        for function, seconds, arguments in calls:
+            what, alone = " ".join(map(str, (function, *arguments))), function == "check_large"
+            yield Task("checks", what, seconds, function, (False, *arguments), alone=alone, limit=90)
+        for shape in ((128, 16, 16, True), (64, 32, 32, True), (128, 32, 8, True), (128, 16, 16, False)):
+            what = f"{name} beside the others, 16384 tokens, {', '.join(map(str, shape))}"
+            yield Task("kernels", what, 12, "measure_speed", (False, [*backends, name], 16384, *shape, True))
+        for tokens in ((8192, 4096), (4096, 8192)):
+            yield Task("kernels", f"carry of {name}, {tokens}", 6, "measure_carry", (False, *tokens, name))
+        what = f"{name} beside the others, ring at 65536 tokens"
+        yield Task("hops", what, 22, "measure_hops", (False, [*backends, name], "ring", 65536, 128))
 
 
 def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
@@ -422,7 +448,9 @@ def main(argv: list[str] | None = None) -> int:
         if changed := {x for x in same if before[x] != report.environment.get(x)}:
             print(f"--resume {arguments.resume}: it is of another machine or another version: {', '.join(changed)}")
             return 2
-        every = tasks(smoke, report.environment["backends"], [tool] if tool else [])
+        every = tasks(
+            smoke, report.environment["backends"], [tool] if tool else [], report.environment.get("only_by_name", ())
+        )
         done = {task["name"] for task in report.tasks}
         wanted = (task for task in every if task.part in parts and arguments.only in task.name)
         runner.run([task for task in wanted if task.name not in done])

@@ -23,7 +23,7 @@ from gpu_report import Rows
 from torch import Tensor
 
 import seqpar
-from seqpar.kernels import BACKENDS
+from seqpar.kernels import BACKENDS, ONLY_BY_NAME
 from seqpar.kernels.base import Backend, Grads, OutputGrad, Score, row_delta
 from seqpar.kernels.library import LibraryBackend
 from seqpar.kernels.triton import TritonBackend
@@ -39,7 +39,9 @@ LIMIT = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-5}  # larg
 
 
 def describe(rows: Rows, smoke: bool) -> None:
-    """The GPU, the versions, and the backends that can run: "triton" and libraries, in the interpreter "reference"."""
+    """The GPU, the versions, and the backends that can run: "triton" and libraries, in the interpreter "reference".
+
+    Beside them the backends that "auto" does not take."""
     if DEVICE.type != "cuda" and not smoke:
         raise RuntimeError("no GPU here; without one only python benchmarks/gpu.py --smoke runs")
     if (why := BACKENDS["triton"].unavailable()) is not None:
@@ -52,6 +54,7 @@ def describe(rows: Rows, smoke: bool) -> None:
         "environment", "environment", gpu=gpu, torch=torch.__version__, triton=triton.__version__,
         python=platform.python_version(), cudnn=torch.backends.cudnn.version() if gpu else None,
         backends=["triton", "reference"] if smoke else ["triton", *found],
+        only_by_name=[] if smoke else [name for name in ONLY_BY_NAME if BACKENDS[name].unavailable() is None],
         unavailable={} if smoke else {n: b.unavailable() for n, b in BACKENDS.items() if b.unavailable()},
     )  # fmt: skip
 

@@ -225,9 +225,9 @@ def markdown(report: Report) -> str:
     lines += _table(["strategy", "tokens", "head_dim", "direction", "backend", "ran (steps)", "ideal, ms", "ms",
                      "back to back, ms", "host, us", "share of ideal"], cells)  # fmt: skip
     ways = ["out", "in and out", "in, last"]
-    cells = [[str(r["queries"]), str(r["keys"]), *(f"{100 * r['cost'][w]:.1f} %" for w in ways)]
-             for r in report.of("carry")]  # fmt: skip
-    lines += ["## Cost of the carry", "", *_table(["queries", "keys", *ways], cells)]
+    cells = [[r.get("backend", "triton"), str(r["queries"]), str(r["keys"]),
+              *(f"{100 * r['cost'][w]:.1f} %" for w in ways)] for r in report.of("carry")]  # fmt: skip
+    lines += ["## Cost of the carry", "", *_table(["backend", "queries", "keys", *ways], cells)]
     cells = [[r["kernel"], str(r["head_dim"]), tile, f"{rate:.0f}", f"{r['first_s'][tile]:.1f}"]
              for r in report.of("tiles") for tile, rate in r["rates"].items()]  # fmt: skip
     lines += ["## Tiles of the Triton kernels, 16k tokens, causal", ""]

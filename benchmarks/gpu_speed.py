@@ -312,7 +312,8 @@ def measure_speed(
     back: dict[str, Thunk] = {}
     found = supporting(rows, backends, work, label)
     for name, backend in found.items():
-        back[name] = partial(work.backward, backend)
+        if name != "hopper":  # whose backward is triton's
+            back[name] = partial(work.backward, backend)
         if name != "triton deterministic":  # whose forward is the same
             go[name] = partial(work.forward, backend)
     grad = work.dout.transpose(1, 2)
@@ -384,15 +385,18 @@ def measure_hops(rows: Rows, smoke: bool, backends: list[str], strategy: str, le
     rows.add("hops", label, **row)
 
 
-def measure_carry(rows: Rows, smoke: bool, queries: int, keys: int) -> None:
+def measure_carry(rows: Rows, smoke: bool, queries: int, keys: int, name: str = "triton") -> None:
     """The same queries and keys without a carry, with a carry as input, with a carry as output, and with both.
 
     Half the queries and all keys, or all queries and half the keys, are the steps of a causal zigzag ring.
     """
     heads, kv_heads, head_dim = (2, 1, 32) if smoke else (32, 8, 128)
-    work = random_work(rows, ["triton"], 1, queries, heads, kv_heads, head_dim, Mask.full(), keys)
+    work = random_work(rows, [name], 1, queries, heads, kv_heads, head_dim, Mask.full(), keys)
     ((k, v, intervals),) = work.steps
-    forward = partial(attention_forward, work.q, k, v, intervals, work.score)
+
+    def forward(carry: tuple[Tensor, Tensor] | None = None, last: bool = True) -> tuple[Tensor, Tensor]:
+        return backend_of(name).forward(work.q, k, v, intervals, work.score, carry, last)
+
     carry = forward(last=False)
     thunks: dict[str, Thunk] = {
         "none": forward,
@@ -403,8 +407,8 @@ def measure_carry(rows: Rows, smoke: bool, queries: int, keys: int) -> None:
     ready, first_s = working(rows, thunks)
     times = {name: t.ms for name, t in interleaved(ready, 1 if smoke else 20).items()}
     cost = {name: ms / times["none"] - 1 for name, ms in times.items()}
-    what = f"carry, {queries} queries, {keys} keys"
-    rows.add("carry", what, queries=queries, keys=keys, ms=times, cost=cost, first_s=first_s)
+    what = f"carry of {name}, {queries} queries, {keys} keys"
+    rows.add("carry", what, backend=name, queries=queries, keys=keys, ms=times, cost=cost, first_s=first_s)
 
 
 # Tiles beside the table's that compile without spills: some leave room for two programs on a processor, which overlap

@@ -5,6 +5,8 @@
 * :func:`merge_`: merge two partial results into one.
 * :func:`apply_rotary`: rotary embedding in one pass.
 
+``hopper_forward.py`` has another forward, for Hopper GPUs. It is imported by itself, because it imports Gluon.
+
 Read ``tiles.py`` first (names, softmax in base 2), then ``forward.py`` (the carry), then ``backward_kernels.py``. A
 ``Launch`` (``launch.py``) is a kernel with its arguments. ``configs.py`` has the tile sizes, and ``tune.py`` measures others.
 ``python tools/gate.py`` compiles everything ahead of time, for GPUs that this machine does not have,

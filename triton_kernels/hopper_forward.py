@@ -250,7 +250,7 @@ def _tile_buffer(X, C: gl.constexpr):
     return _TileBuffer(slots, _barriers(1, C.STAGES), _barriers(2, C.STAGES))
 
 
-@gluon.jit(do_not_specialize=UNSPECIALIZED)
+@gluon.jit(do_not_specialize=[*UNSPECIALIZED, "stride_rows"])
 def hopper_kernel(
     Q, K, V,                                        # descriptors of [b, h, q, d] and [b, n, k, d]
     ACC, stride_ab, stride_as, stride_ah, LSE_IN,   # CARRY: [b, q, h, d] and [b, h, q], float32

@@ -9,32 +9,36 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 import seqpar.triton_kernels.backward as backward
 import seqpar.triton_kernels.forward as forward
+import seqpar.triton_kernels.hopper_forward as hopper_forward
 import seqpar.triton_kernels.merge as merge
 import seqpar.triton_kernels.preprocess as preprocess
 import seqpar.triton_kernels.rotary as rotary
 from seqpar.kernels.base import Score
 from seqpar.schedule.rows import KeyIntervals
 from seqpar.triton_kernels import Config, apply_rotary, attention_backward, attention_forward, delta, merge_
+from seqpar.triton_kernels.launch import is_descriptor
 
 KERNELS = (
     *(forward.forward_kernel, backward.backward_kernel, backward.dq_kernel, preprocess.delta_kernel),
-    *(preprocess.statistics_kernel, merge.merge_kernel, rotary.rotary_kernel),
+    *(preprocess.statistics_kernel, merge.merge_kernel, rotary.rotary_kernel, hopper_forward.hopper_kernel),
 )
 REPEATED = (
     *(forward._launches, backward._keys_launches, backward._dq_launches, preprocess._delta_launches),
-    *(preprocess._statistics_launches, merge._launches, rotary._launches),
+    *(preprocess._statistics_launches, merge._launches, rotary._launches, hopper_forward._launches),
 )
 HEADS, KV_HEADS, LENGTH, DIM = 2, 1, 128, 32
+# Warps of a program; of other kernels as many as the launch asks for.
+ROLES = {hopper_forward.hopper_kernel: 4 + 4 + 4}  # two consumers and the producer, whose group has four warps too
 
 
 class Recorded(ctypes.Structure):
@@ -76,18 +80,19 @@ def expected(kernel: Any, arguments: dict[str, Any]) -> list[tuple[str, Any]]:
         if parameter.is_constexpr or value is None or is_one:
             continue
         found.append((parameter.name, value))
-        if isinstance(value, TensorDescriptor):
+        if is_descriptor(value):
             found += [(f"{parameter.name} {i}", x) for i, x in enumerate((*value.shape, *value.strides))]
     return found
 
 
 def check(name: str, value: Any, given: bytes) -> None:
-    if isinstance(value, TensorDescriptor):
+    if is_descriptor(value):
         words = struct.unpack("<10Q7I", given[:108])
         rank, element = words[15], value.base.element_size()
         assert words[0] == value.base.data_ptr() and rank == len(value.shape) and words[16] == element, name
         assert list(words[1 : 1 + rank]) == [*reversed(value.shape)], name
         assert list(words[6 : 5 + rank]) == [x * element for x in reversed(value.strides[:-1])], name
+        assert words[11] == value.block_shape[-2], name  # rows of the box; its columns may be less than the tile's
     elif isinstance(value, Tensor):
         assert int.from_bytes(given, "little") == value.data_ptr() and len(given) == 8, name
     elif isinstance(value, float):
@@ -130,7 +135,32 @@ def calls() -> tuple[dict[str, Callable[[], object]], set[int]]:
         "rotary": lambda: apply_rotary(q, table, table),
         "delta": lambda: delta(q, dout),
     }
-    return shapes, {x.data_ptr() for x in tensors}
+    of_hopper, more = hopper_calls()
+    return shapes | of_hopper, {x.data_ptr() for x in (*tensors, *more)}
+
+
+def hopper_calls() -> tuple[dict[str, Callable[[], object]], list[Tensor]]:
+    """Calls of the Hopper forward, by name, and their tensors: two variants of the kernel, in several shapes."""
+    shapes: dict[str, Callable[[], object]] = {}
+    tensors: list[Tensor] = []
+    for name, batch, rows, q_len, k_len, heads, kv_heads, carried in (
+        ("hopper", 1, 1, 256, 256, 2, 2, False),
+        ("hopper, two rows of intervals, other lengths", 2, 2, 300, 70, 4, 4, False),
+        ("hopper, strided", 2, 1, 129, 130, 2, 2, False),
+        ("hopper, carry, last, sinks", 2, 1, 200, 333, 4, 2, True),
+    ):
+        apart = 3 if "strided" in name else 1
+        q, k, v = (
+            torch.randn(batch, n, apart * h, 64).bfloat16()[:, :, ::apart]
+            for n, h in ((q_len, heads), (k_len, kv_heads), (k_len, kv_heads))
+        )
+        lo, positions = torch.zeros(rows, q_len, dtype=torch.int32), torch.arange(max(q_len, k_len), dtype=torch.int32)
+        mask = KeyIntervals(lo, lo + k_len, positions[:q_len], positions[:k_len])
+        carry = (torch.zeros(q.shape), torch.zeros(batch, heads, q_len)) if carried else None
+        score = Score(0.1, sinks=torch.rand(heads)) if carried else Score(0.1)
+        shapes[name] = partial(hopper_forward.hopper_forward, q, k, v, mask, score, carry=carry)
+        tensors += [q, k, v, mask.lo, mask.hi, *(carry or ()), *([] if score.sinks is None else [score.sinks])]
+    return shapes, tensors
 
 
 def main() -> None:
@@ -156,14 +186,17 @@ def main() -> None:
         assert len(bound) == len(repeated) and bound, name
         for recorded, again, (kernel, arguments) in zip(bound, repeated, asked, strict=True):
             wanted, values = expected(kernel, arguments), recorded.values()
-            assert recorded.block[0] == 32 * arguments["num_warps"], name
+            assert recorded.block[0] == 32 * ROLES.get(kernel, arguments["num_warps"]), name
+            if kernel is hopper_forward.hopper_kernel:
+                batch, heads, q_len, _ = arguments["Q"].shape
+                assert recorded.grid[:] == [batch * heads * triton.cdiv(q_len, 128), 1, 1], name
             assert len(values) >= len(wanted), (name, len(values), len(wanted))
             for (parameter, value), given in zip(wanted, values, strict=False):
                 check(f"{name}: {parameter}", value, given)
             assert not any(any(given) for given in values[len(wanted) :]), name  # scratch memory that nothing uses
             assert (recorded.grid[:], recorded.shared) == (again.grid[:], again.shared), name
             for (parameter, value), one, other in zip(wanted, values, again.values(), strict=False):
-                base = value.base if isinstance(value, TensorDescriptor) else value
+                base = value.base if is_descriptor(value) else value
                 if not isinstance(base, Tensor) or base.data_ptr() in given_tensors:  # others are made in each call
                     assert one == other, f"{name}: the repeated launch has another {parameter}"
             checked += len(wanted)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import os
 import shutil
@@ -265,6 +266,23 @@ def test_what_matters_most_comes_first(gpu: ModuleType) -> None:
     hops = {tuple(task.arguments[2:]) for task in tasks if task.part == "hops"}
     lengths, head_dims = (8192, 16384, 32768, 65536, 131072), (64, 128, 256)
     assert hops == {(s, n, d) for s in ("ring", "all-gather", "ulysses") for n in lengths for d in head_dims}
+
+
+def test_a_new_backend_comes_first(gpu: ModuleType, folder: None) -> None:
+    """With every check of the others, and beside them; the names and the order of the other tasks stay as they are."""
+    old = gpu.tasks(smoke=False, backends=["triton", "cudnn"])
+    found = gpu.tasks(smoke=False, backends=["triton", "cudnn"], new=["hopper"])
+    first = found[: len(found) - len(old)]
+    assert found[len(first) :] == old and all("hopper" in task.name for task in first)
+    checks = {task.function for task in first if task.part == "checks"}
+    assert checks == {f"check_{x}" for x in ("contact", "values", "strides", "streams", "graph", "large")}
+    assert [task.part for task in first] == sorted((task.part for task in first), key=gpu.PARTS.index)
+    speed = [task.arguments[1] for task in first if task.function in ("measure_speed", "measure_hops")]
+    assert speed == [["triton", "cudnn", "hopper"]] * 5
+    modules = [importlib.import_module(name) for name in ("gpu_checks", "gpu_speed")]
+    for task in first:
+        (function,) = {f for module in modules if (f := getattr(module, task.function, None)) is not None}
+        inspect.signature(function).bind("rows", *task.arguments)
 
 
 def test_a_report_is_resumed(

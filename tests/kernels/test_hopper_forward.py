@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from seqpar.kernels import BACKENDS, BackendChoice
 from seqpar.kernels import hopper as backend_module
 from seqpar.kernels.base import Score
 from seqpar.kernels.elementwise import targeted
+from seqpar.kernels.reference import ReferenceBackend
 from seqpar.schedule.rows import KeyIntervals
 
 from ..fake_cuda import fake_cuda
@@ -231,6 +235,21 @@ def test_a_fault_in_the_protocol_is_noticed(fault: str) -> None:
             if re.search(message, str(error)):
                 return
     pytest.fail(f"not noticed: {said}")
+
+
+def test_the_checks_for_a_gpu(forward: list[Program], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The checks of ``benchmarks/gpu.py`` pass with the kernel in the emulator, and fail with a wrong one."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    checks, report = (importlib.import_module(name) for name in ("gpu_checks", "gpu_report"))
+    backend: Any = BACKENDS["hopper"]
+    monkeypatch.setattr(type(backend), "unsupported", lambda self, *_, **__: None)
+    monkeypatch.setattr(type(backend), "backward", staticmethod(ReferenceBackend().backward))
+    rows = report.Rows(tmp_path / "rows.jsonl")
+    checks.check_contact(rows, True, "carry", "hopper", "float16", 64, 1, 4, 2)
+    monkeypatch.setattr(hopper, "hopper_forward", lambda q, k, v, *_, **__: hopper.allocate(q, v, None, True)[2:])
+    checks.check_contact(rows, True, "forward", "hopper", "bfloat16", 128, 1, 2, 2)
+    found = [json.loads(line) for line in rows.path.read_text().splitlines()]
+    assert [row["passed"] for row in found if row["kind"] == "check"] == [True, False], found
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])

@@ -274,7 +274,7 @@ def test_a_driver_gets_the_arguments(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.kernels.real_launcher"]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "deterministic: 3 launches" in done.stdout
+    assert "deterministic: 3 launches" in done.stdout and "hopper, strided: 1 launches" in done.stdout
 
 
 def test_remembered_results_die_with_their_tensors() -> None:
