@@ -571,7 +571,7 @@ def test_the_gpu_benchmark_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     report.rows = [{"task": "", **json.loads(line)} for line in path.read_text().splitlines()]
     assert not report.failed(), report.failed()
     assert {row["why"] for row in report.of("skipped")} == {"no softcap"}
-    kinds = {"begin", "check", "skipped", "ceiling", "speed", "hops", "carry", "tiles", "elementwise"}
+    kinds = {"begin", "check", "skipped", "ceiling", "speed", "hops", "ranks", "carry", "tiles", "elementwise"}
     assert {row["kind"] for row in report.rows} == kinds
     ran = {row["strategy"]: row["ran"] for row in report.of("hops")}
     assert ran["ring"] == {"triton": {"triton": 2}, "cudnn": {"cudnn": 2}}
