@@ -17,7 +17,7 @@ It needs PyTorch, Triton, numpy and einops. seqpar need not be installed.
 * **ranks** runs ``cluster_smoke.py`` with four ranks on this GPU over NCCL.
 * **tiles** measures tile sizes of the Triton kernels; **peers** measures FlexAttention.
 
-A backend that "auto" does not take yet (``hopper``) has tasks of its own, which come first.
+A backend that "auto" does not take yet has tasks of its own, which come first.
 
 Every task is a process with a time limit. Processes are started ahead and wait for a task, so that their imports take
 no time. If a process hangs or loses the GPU, the step that it was in becomes a row with the reason, and a new process

@@ -49,12 +49,13 @@ def describe(rows: Rows, smoke: bool) -> None:
     import triton
 
     gpu = torch.cuda.get_device_name() if DEVICE.type == "cuda" else None
-    found = [name for name, b in BACKENDS.items() if isinstance(b, LibraryBackend) and b.unavailable() is None]
+    able = [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
+    found = [name for name in able if isinstance(BACKENDS[name], LibraryBackend) and name not in ONLY_BY_NAME]
     rows.add(
         "environment", "environment", gpu=gpu, torch=torch.__version__, triton=triton.__version__,
         python=platform.python_version(), cudnn=torch.backends.cudnn.version() if gpu else None,
         backends=["triton", "reference"] if smoke else ["triton", *found],
-        only_by_name=[] if smoke else [name for name in ONLY_BY_NAME if BACKENDS[name].unavailable() is None],
+        only_by_name=[] if smoke else [name for name in able if name in ONLY_BY_NAME],
         unavailable={} if smoke else {n: b.unavailable() for n, b in BACKENDS.items() if b.unavailable()},
     )  # fmt: skip
 
