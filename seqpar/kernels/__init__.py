@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import check_choice
-from ..comm.trace import count_backend
+from ..comm.trace import count_backend, open_traces
 from .base import Backend, Score
 from .cpu import CpuBackend
 from .cudnn import CudnnBackend
@@ -168,7 +168,8 @@ class BackendChoice:
                 why = backend.unsupported(q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
                 self._supports[name] = why is None
             if self._supports[name]:
-                count_backend(name)
+                if open_traces:
+                    count_backend(name)
                 if name == "reference" and self._name != "reference" and q.is_cuda:
                     _warn_of_reference(_why_not(q, k, score, lse_gradient, self._deterministic, v_head_dim))
                 return backend

@@ -234,11 +234,9 @@ def finish(carry: Carry, score: Score, dtype: torch.dtype) -> Carry:
     return acc if acc.dtype == dtype else acc.to(dtype), lse
 
 
-def sink_gradient(score: Score, output: OutputGrad) -> Tensor | None:
-    """The gradient ``[h]`` of the sinks, summed over the queries of ``output``; None without sinks."""
-    if score.sinks is None:
-        return None
-    assert output.delta is not None
+def sink_gradient(score: Score, output: OutputGrad) -> Tensor:
+    """The gradient ``[h]`` of the sinks, summed over the queries of ``output``."""
+    assert score.sinks is not None and output.delta is not None
     lse = output.lse
     # The softmax weight of the sink, [b, h, q]. It is nan for a sink of -inf and a query that sees no key.
     weight = torch.exp(score.sinks.to(lse.dtype)[:, None] - lse).nan_to_num_(0.0)

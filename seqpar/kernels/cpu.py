@@ -128,7 +128,7 @@ class CpuBackend:
             parts = [grad.transpose(1, 2) for grad in results]  # [b, q or k, h or n, width]
             if width > min(q.shape[3], v.shape[3]):
                 parts = [x[..., : y.shape[3]] for x, y in zip(parts, (q, k, v), strict=True)]
-            if grads.dq is None and all(x.shape == y.shape for x, y in zip(parts, (q, k, v), strict=True)):
+            if grads.dq is None and [x.shape for x in parts] == [q.shape, k.shape, v.shape]:
                 grads.dq, grads.dk, grads.dv = parts
                 new = [False, False, False]
                 continue
@@ -141,9 +141,10 @@ class CpuBackend:
                 (rows,) = _of_tile(row, tile, 1, (target,)) if i == 0 else _of_tile(row, tile, 1, (), (target,))
                 rows += grad
             new = [False, False, False]
-        for target, empty in zip(grads.make(q, k, v), new, strict=True):
-            if empty:
-                target.zero_()
+        if any(new):
+            for target, empty in zip(grads.make(q, k, v), new, strict=True):
+                if empty:
+                    target.zero_()
 
 
 def pairs_computed_on_cpu(intervals: KeyIntervals) -> float:

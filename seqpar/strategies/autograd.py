@@ -69,20 +69,22 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
     """
     device_type = tensors[0].device.type
     # torch 2.11 cannot trace ``is_autocast_available``. All devices for which code is compiled have autocast.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
-    if not available or not torch.is_autocast_enabled(device_type):
+    known = device_type in _HAVE_AUTOCAST or torch.compiler.is_compiling()
+    if not (known or torch.amp.is_autocast_available(device_type)) or not torch.is_autocast_enabled(device_type):
         return list(tensors)
     dtype = torch.get_autocast_dtype(device_type)
     return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 _NO_AUTOCAST = nullcontext()
+_HAVE_AUTOCAST = "cpu", "cuda"  # which PyTorch need not be asked
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[object]:
     """In the block, autocast is off for tensors on the device of ``like``."""
     device_type = like.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    available = device_type in _HAVE_AUTOCAST or torch.amp.is_autocast_available(device_type)
+    if available and torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return _NO_AUTOCAST
 

@@ -139,7 +139,7 @@ class AttentionCall:
         expansion: Expansion | None = latent
         if latent is None and index is not None:
             expansion = RepeatedHeads.of(index, q.device)
-        v_head_dim = self.v_head_dim(v.shape)
+        v_head_dim = v.shape[3] if latent is None else latent.v_head_dim
         return Kernel(choice, score, q, k, v_head_dim, expansion, lse_gradient=lse_gradient, errors=self.errors)
 
     def v_head_dim(self, v_shape: Sequence[int]) -> int:
@@ -203,7 +203,7 @@ class Run:
     ) -> None:
         plan = call.plan
         links = links_of(call.placement, q.device)
-        shares_memory = links.share_memory
+        shares_memory = plan.num_steps > 1 and links.share_memory
         self.kv_ready, self.plan, self.heads, self.is_part = call.kv_ready, plan, heads, is_part
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
         self.steps = self.program.steps  # of forward, own keys first
@@ -255,10 +255,11 @@ class Run:
         It is zero for the heads to which ``backward`` adds before it has written them. Gradients of a single step are
         None: the kernel makes them, in any floating dtype.
         """
-        if len(self.backward_steps) == 1:
+        steps = self.program.backward_steps
+        if len(steps) == 1:
             return [None, None, None]
         dq, dk, dv = (torch.empty_like(x, dtype=accumulator(q.dtype)) for x in (q, k, v))
-        for step in self.backward_steps:
+        for step in steps:
             if step.index == 0 and not step.new_dq:
                 take_heads(dq, step.q_heads).zero_()
                 for x in (dk, dv):

@@ -144,4 +144,4 @@ class Kernel:
 
     def dsinks(self, output: OutputGrad) -> Tensor | None:
         """The partial gradient of the sinks, ``[h]``; None without sinks."""
-        return sink_gradient(self._score, output)
+        return None if self._score.sinks is None else sink_gradient(self._score, output)

@@ -107,7 +107,7 @@ class GradientReduce:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
-        if error_type is None:
+        if error_type is None and self._sent is not None:
             self._finish_step()
             _finish(self._inter_host)
 

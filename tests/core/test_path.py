@@ -33,8 +33,9 @@ MOST_CALLS = {
     "seqpar.ulysses_attention(q, k, v)": 125,
     'seqpar.ParallelAttention("tp_sp", ...)(x_local)': 355,
 }
-# Of each further step of a ring, forward and backward.
-MOST_CALLS_OF_A_STEP = 110
+# Forward and backward: of a call on one rank, and of each further step of a ring.
+MOST_CALLS_ON_ONE_RANK = 92
+MOST_CALLS_OF_A_STEP = 108
 MOST_CALLS_IN_SHARED_MEMORY = 620
 
 
@@ -46,7 +47,7 @@ def stops(heading: str) -> list[str]:
 
 @contextmanager
 def one_of(ranks: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=ranks // 2 - 1, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=max(ranks // 2 - 1, 0), world_size=ranks)
     try:
         yield
     finally:
@@ -115,16 +116,16 @@ def test_tables_list_the_path(heading: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert number <= MOST_CALLS[heading]
 
 
-def test_a_step_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is the same in every call is not computed in every step."""
+def test_calls_and_steps_stay_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a call nor a step computes again what earlier calls have computed."""
     write_zeros(monkeypatch)
     numbers = []
-    for ranks in (4, 8):
+    for ranks in (1, 4, 8):
         with one_of(ranks):
             sharding, q = seqpar.Sharding(16 * ranks, "zigzag"), torch.randn(1, 16, 4, 16, requires_grad=True)
             call = partial(seqpar.attention, q, q, q, sharding=sharding)
             numbers.append(profile(lambda call=call: call().sum().backward())[0])  # type: ignore[misc]
-    assert numbers[1] - numbers[0] <= 4 * MOST_CALLS_OF_A_STEP, numbers
+    assert numbers[0] <= MOST_CALLS_ON_ONE_RANK and numbers[2] - numbers[1] <= 4 * MOST_CALLS_OF_A_STEP, numbers
 
 
 @on_ranks
