@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 import seqpar
 from seqpar import Mask
 from seqpar.comm.trace import trace
+from seqpar.ranks.calls import calls_of
 
 from ..models import HIDDEN, MLP, attention_layer, randomize
 from ..pool import Pool, mesh_of, on_ranks
@@ -170,6 +171,27 @@ def with_other_tokens(group: ProcessGroup) -> None:
 
 def test_ranks_with_other_tokens(pool: Pool) -> None:
     pool.run(2, with_other_tokens)
+
+
+@on_ranks
+def between_two_layers(group: ProcessGroup) -> None:
+    """The layers of a token share their connection, which an error between them may have closed."""
+    sharding, mask = seqpar.Sharding(8, "zigzag", group=group), Mask.causal()
+    q, k, v = (torch.randn(1, 9, 2, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
+    cache, new = seqpar.KeyValueCache(sharding), [x[:, 8:] for x in (q, k, v)]
+    with torch.no_grad():
+        for layer in range(3):
+            cache.attention(layer, *(sharding.shard(x[:, :8]) for x in (q, k, v)), mask=mask)
+        outs = [cache.attention(0, *new, mask=mask), cache.attention(1, *new, mask=mask)]
+        calls_of(group).leave()
+        outs.append(cache.attention(2, *new, mask=mask))
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    assert_close(outs[0], seqpar.attention(q, k, v, strategy="local")[:, 8:])
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_connections_that_are_closed_between_two_layers(pool: Pool, shared_memory: bool) -> None:
+    pool.run(2, between_two_layers, shared_memory=shared_memory)
 
 
 def test_half_precision_under_autocast() -> None:
