@@ -366,7 +366,6 @@ KEPT: dict[str, str] = {
     "hf.calls.forward": "_say_documents_are_apart",
     "hf.inspection.support": "_parameters",
     "hf.mechanisms.indexers": "indexers _intervals",
-    "hf.mechanisms.mixer_operator": "_graphs",
     "hf.mechanisms.mixers": "_registered _running _compiled",
     "hf.calls.per_rank": "_RankArguments.tensors _RankArguments.values",
     "hf.state": "Patch DecodeShard forwards shards_text_model",
@@ -428,6 +427,7 @@ KEPT: dict[str, str] = {
     "sharding.arguments": "_of_one_rank",
     "kernels.base": "Score.needs_positions",
     "kernels.expansion": "RepeatedHeads.of",
+    "strategies.eager_operators": "_graphs",
     "strategies.head_exchange": (
         "HeadChunk.heads HeadChunk.query_slices HeadChunk.kv_slices HeadExchange.rank HeadExchange.lengths "
         "HeadExchange.tokens HeadExchange.pieces HeadExchange.shares_kv HeadExchange.full_chunk "

@@ -28,8 +28,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import seqpar
 import seqpar.hf
 from seqpar.hf.calls.forward import _say_documents_are_apart
-from seqpar.hf.mechanisms import mixer_operator, mixers
+from seqpar.hf.mechanisms import mixers
 from seqpar.placement.layout import LayoutName, TokenLayout
+from seqpar.strategies import eager_operators
 from seqpar.strategies.auto import sends_states
 
 from ..pool import OwnPool, Pool, mesh_of, on_ranks
@@ -267,7 +268,7 @@ def compiled_errors(
     assert not torch._dynamo.utils.counters["graph_break"]
     assert not mixers._compiled
     gc.collect()
-    assert not mixer_operator._graphs  # what forward has kept for backward is gone
+    assert not eager_operators._graphs  # what forward has kept for backward is gone
     seqpar.sync_gradients(model, group=group)
     distance = float((gradients(model) - expected.gradients).norm() / expected.gradients.norm())
     return found, abs(float(sum(losses)) - expected.loss) / abs(expected.loss), distance

@@ -27,9 +27,10 @@ from ...patching.replaced import replaced, replaced_in
 from ...patching.running import Running
 from ...sharding.sharding import Sharding
 from ...strategies.auto import sends_halo, sends_states
+from ...strategies.eager_operators import call_operator, is_constant
 from ..batch import BatchShard, PlacedShard
 from ..state import Patch, forwards
-from .mixer_operator import MixerFunction, call_mixer, is_constant
+from .mixer_operator import MixerFunction, mix_tokens
 
 Original = Callable[..., Any]
 _STATE_BYTES = 4  # of an element of a recurrent state, in float32
@@ -477,7 +478,7 @@ def _stand_in(function: _Function, original: Original) -> Original:
             if all(isinstance(x, Tensor) or is_constant(x) for x in (*args, *given.values())):
                 with torch.no_grad():
                     like = tokenwise(*args, **given)
-                return call_mixer(mixer, like, shard.sharding, shard.mask, args, given)
+                return call_operator(mix_tokens, like, args, given, mixer, shard.sharding, shard.mask)
         return run_eagerly(*args, **kwargs)
 
     run.__wrapped__ = run._seqpar_original = original  # type: ignore[attr-defined]
