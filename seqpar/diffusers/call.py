@@ -6,7 +6,7 @@ Shapes: b batch, s tokens, h heads, d head_dim.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, ProcessGroup
+from torch.overrides import _get_current_function_mode_stack
 
+from ..base.checks import no_compile
 from ..masks.mask import Mask
 from ..patching.forwards import replaced_by
 from ..patching.running import Running
@@ -23,6 +25,7 @@ from ..scaled_dot_product import SdpaCall, SdpaMode, sdpa
 from ..sharding.sharding import Sharding
 from .foreign import matching, modules_of, skips_scores
 from .plans import Across, Cut, Plan
+from .sites import KEYS, AttentionSite, attend_compiled
 from .trial import FewTokens, PlanTrial, attend_to_own_token
 
 _FULL = Mask.full()
@@ -212,48 +215,79 @@ class CallMode(SdpaMode):
     def __init__(self, call: ModelCall) -> None:
         super().__init__()
         self.call = call
-        # The attention modules that are running, the inner one last.
-        self.modules: list[tuple[str, nn.Module, tuple[str, ...] | Across]] = []
-        self.calls = 0
+        # The attention modules that are running, the inner one last, and whether each lacks the tokens of its keys.
+        self.sites: list[tuple[AttentionSite, bool]] = []
+        self.calls = 0  # of F.scaled_dot_product_attention, in the inner module
 
-    @contextmanager
-    def inside(self, name: str, module: Any, streams: tuple[str, ...] | Across) -> Iterator[None]:
-        """In the block, the attention module is running."""
+    def run(self, site: AttentionSite, lacks: bool, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the forward of an attention module, also while torch.compile traces a block."""
         before, self.calls = self.calls, 0
-        self.modules.append((name, module, streams))
+        self.sites.append((site, lacks))
         try:
-            yield
+            output = forward(*args, **kwargs)
             calls = self.calls
         finally:
-            self.modules.pop()
+            self.sites.pop()
             self.calls = before
-        if streams and calls != 1 and not skips_scores(module):
-            processor = getattr(module, "processor", None)
-            backend = getattr(processor, "_attention_backend", None)
-            raise RuntimeError(
-                f"{name}: {calls} calls of F.scaled_dot_product_attention over the sharded tokens instead of one; its "
-                f"processor is {type(processor).__name__}"
-                + (f" with the attention backend {backend!r}" if backend is not None else "")
-                + f"; {_NATIVE}"
+        if calls != 1 if site.is_sharded else lacks and not calls:
+            self.needs_one_sdpa_call(site, lacks, calls)
+        return output
+
+    @no_compile
+    def needs_one_sdpa_call(self, site: AttentionSite, lacks: bool, calls: int) -> None:
+        """Raise if a module's attention was not computed by the ``calls`` of F.scaled_dot_product_attention."""
+        self.check_keys(site, lacks)
+        if not site.streams or skips_scores(site.module):
+            return
+        processor = getattr(site.module, "processor", None)
+        backend = getattr(processor, "_attention_backend", None)
+        raise RuntimeError(
+            f"{site.name}: {calls} calls of F.scaled_dot_product_attention over the sharded tokens instead of one; its "
+            f"processor is {type(processor).__name__}"
+            + (f" with the attention backend {backend!r}" if backend is not None else "")
+            + f"; {_NATIVE}"
+        )
+
+    def check_keys(self, site: AttentionSite, lacks: bool) -> None:
+        """Raise if the keys of a module are this rank's tokens, and every rank should hold all of them."""
+        if not self.call.lengths:
+            self.call.before_cuts.add(site.name)
+        elif not site.streams and lacks and site.name not in self.call.before_cuts:
+            raise ValueError(
+                f"{site.name}: without {KEYS} its keys are this rank's tokens, but the plan says that every rank holds "
+                "all of them"
             )
-        self.call.attended |= bool(streams)
+
+    @no_compile
+    def needs_a_module_of_the_plan(self) -> None:
+        if replaced := self.call.shared.replaced(self.call.model):
+            raise ValueError(f"{replaced}; undo that, or restore the model and parallelize it afterwards")
+        raise ValueError(
+            "model: attention was called outside of the attention modules of the plan "
+            f"({', '.join(self.call.shared.plan.attention)}); add the module to the plan"
+        )
 
     def is_sharded(self) -> bool:
-        if not self.modules:
-            if replaced := self.call.shared.replaced(self.call.model):
-                raise ValueError(f"{replaced}; undo that, or restore the model and parallelize it afterwards")
-            raise ValueError(
-                "model: attention was called outside of the attention modules of the plan "
-                f"({', '.join(self.call.shared.plan.attention)}); add the module to the plan"
-            )
-        return bool(self.modules[-1][2])
+        if not self.sites:
+            self.needs_a_module_of_the_plan()
+        return self.sites[-1][0].is_sharded
 
     def attend(self, sdpa_call: SdpaCall) -> Tensor:
-        if not self.is_sharded():
+        if not self.sites:
+            self.needs_a_module_of_the_plan()
+        self.calls += 1
+        run = attend_compiled if torch.compiler.is_compiling() else self.attend_at
+        return run(*self.sites[-1], sdpa_call)
+
+    def attend_at(self, site: AttentionSite, lacks: bool, sdpa_call: SdpaCall) -> Tensor:
+        """The attention of a module."""
+        self.check_keys(site, lacks)
+        if not site.streams:
             return sdpa_call.original()
+        self.call.attended = True
         query, key, value, attn_mask, _, is_causal, *_ = sdpa_call
-        name, module, streams = self.modules[-1]
-        if skips_scores(module) and query.shape[2] == value.shape[2]:
+        name, streams = site.name, site.streams
+        if skips_scores(site.module) and query.shape[2] == value.shape[2]:
             return value
         call = self.call
         if isinstance(streams, Across):
@@ -263,7 +297,6 @@ class CallMode(SdpaMode):
                     f"{name}: {query.shape[2]} queries and {key.shape[2]} keys, but this rank holds {lengths} tokens "
                     f"of {streams.queries} and {streams.keys}, whose attention may have no mask"
                 )
-            self.calls += 1
             key, value = (call.whole(x, streams.keys, dim=2) for x in (key, value))  # [b, h, s, d]
             return sdpa_call._replace(key=key, value=value).original()
         if not {query.shape[2], key.shape[2]} == {call.sharding(streams).seq_local}:
@@ -274,7 +307,6 @@ class CallMode(SdpaMode):
             )
         if is_causal:
             raise ValueError(f"{name}: is_causal=True; joint attention of several streams has no order")
-        self.calls += 1
         masked = attn_mask is not None and call.rows is not None
         mask, order = call.mask(streams, masked)
         if order != streams:
@@ -282,6 +314,14 @@ class CallMode(SdpaMode):
         here = sdpa_call._replace(query=query, key=key, value=value, attn_mask=None if masked else attn_mask)
         out = sdpa(*here, sharding=call.sharding(order), mask=mask, **call.shared.options)
         return out if order == streams else _reorder(out, order, streams, call)
+
+
+def mode_of_thread() -> CallMode | None:
+    """The innermost call of a model, in this thread. torch.compile can trace this."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, CallMode):
+            return mode
+    return None
 
 
 class TrialCall(ModelCall):
@@ -307,12 +347,13 @@ class TrialCall(ModelCall):
 class _TrialMode(CallMode):
     call: TrialCall
 
-    def attend(self, sdpa_call: SdpaCall) -> Tensor:
-        if not self.is_sharded():
+    def attend_at(self, site: AttentionSite, lacks: bool, sdpa_call: SdpaCall) -> Tensor:
+        self.check_keys(site, lacks)
+        if not site.streams:
             return sdpa_call.original()
-        self.calls += 1
+        self.call.attended = True
         qkv = sdpa_call[:3]
-        self.call.trial.see([x.transpose(1, 2) for x in qkv], self.modules[-1][1])
+        self.call.trial.see([x.transpose(1, 2) for x in qkv], site.module)
         return attend_to_own_token(*qkv)
 
 

@@ -17,15 +17,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..base.checks import no_compile
 from ..comm.collectives import all_reduce
 from ..layers.holders import refuse_shards
-from ..patching.forwards import replace_forward
+from ..patching.forwards import find_in_class, replace_forward
 from ..placement.strategies import StrategyName
 from ..ranks.mesh import size_of
 from ..sharding.same_rows import compare, compares_now
 from ..sharding.sharding import Sharding
 from ..sharding.spec import attention_spec
-from .call import CallMode, ModelCall, ModelCalls, TrialCall
+from .call import CallMode, ModelCall, ModelCalls, TrialCall, mode_of_thread
 from .foreign import check_hooks, matching, models_in, modules_of
-from .plans import Across, Plan, has_plan, plan_of
+from .plans import Plan, has_plan, plan_of
+from .sites import AttentionSite, lacks_keys
 from .trial import PlanTrial
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 ModelOrPipeline = TypeVar("ModelOrPipeline")
 _OWN = "_seqpar_diffusers"
+_SITE = "_seqpar_attention"
 _SAME_INPUTS = (
     "give all of them the same inputs: draw noise, timesteps and dropped captions from generators whose seed depends "
     "on the dp rank, not on the rank"
@@ -231,8 +233,10 @@ class ParallelModel:
                     self._undo.callback(hook.remove)
         for pattern, streams in plan.attention.items():
             for name, module in matching(model, pattern).items():
-                run = partial(self._attention, name, streams, inspect.signature(module.forward))
-                self._undo.callback(replace_forward(module, "seqpar.diffusers", run))
+                vars(module)[_SITE] = AttentionSite(name, module, streams, self.now)
+                self._undo.callback(vars(module).pop, _SITE)
+                self._undo.callback(find_in_class(module))
+                self._undo.callback(replace_forward(module, "seqpar.diffusers", _attention))
         for pattern, stream in self.outputs.items():
             outputs = matching(model, pattern)
             if not outputs:
@@ -294,6 +298,9 @@ class ParallelModel:
         args, kwargs = self._inputs(args, kwargs)
         call = ModelCall(self.calls, model)
         self.calls.running.recomputed(model.modules(), self._undo, _again)
+        for module in model.modules():
+            if _SITE in vars(module):
+                find_in_class(module)
         with call.running():
             output = self._run(call, original, args, kwargs)
         missing = ["attention module"] * (not call.attended) + [x for x in self.outputs if x not in call.gathered]
@@ -369,39 +376,26 @@ class ParallelModel:
         return call.cut_arguments(pattern, signature, args, kwargs)
 
     @no_compile
-    def _attention(
-        self,
-        name: str,
-        streams: tuple[str, ...] | Across,
-        signature: inspect.Signature,
-        module: nn.Module,
-        original: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        mode, keys = self.now(name), "encoder_hidden_states"
-        if not mode.call.lengths:
-            mode.call.before_cuts.add(name)
-        elif (
-            not streams
-            and name not in mode.call.before_cuts
-            and keys in signature.parameters
-            and signature.bind(*args, **kwargs).arguments.get(keys) is None
-        ):
-            raise ValueError(
-                f"{name}: without {keys} its keys are this rank's tokens, but the plan says that every rank holds all "
-                "of them"
-            )
-        with mode.inside(name, module, streams):
-            return original(*args, **kwargs)
-
-    @no_compile
     def _gather(self, pattern: str, stream: str, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         call = self.now(pattern).call
         if pattern in call.gathered:
             raise RuntimeError(f"plan: the model called two modules of output={pattern!r}")
         call.gathered.add(pattern)
         return call.whole(output, stream, dim=1)
+
+
+def _attention(module: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the forward of an attention module. Blocks share compiled code, because this is one function for all."""
+    site = getattr(module, _SITE)
+    mode = mode_of_thread() if torch.compiler.is_compiling() else None
+    if mode is None:
+        return _attention_in_eager(site, original, args, kwargs)
+    return mode.run(site, lacks_keys(site, args, kwargs), original, args, kwargs)
+
+
+@no_compile
+def _attention_in_eager(site: AttentionSite, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return site.now(site.name).run(site, lacks_keys(site, args, kwargs), original, args, kwargs)
 
 
 def _again(mode: CallMode | None) -> AbstractContextManager[None]:

@@ -7,6 +7,7 @@ from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 # Takes a module, its method without the wrapper, and the arguments of the call.
@@ -94,6 +95,21 @@ def _kept(name: str) -> str:
     return f"_seqpar_{name.strip('_')}"
 
 
+def _found(name: str) -> str:
+    """The attribute of a module that holds the method of its class, for code that torch.compile traces."""
+    return f"{_kept(name)}_of_class"
+
+
+def find_in_class(module: nn.Module, name: str = "forward") -> Callable[[], None]:
+    """Let compiled code call the method that the module's class has now, and return what undoes it.
+
+    torch.compile cannot trace ``type(module).forward`` of some classes, such as diffusers' ``Attention``. Call this before
+    each call of compiled code. It is then compiled again if another package has replaced the method of the class.
+    """
+    vars(module)[_found(name)] = getattr(type(module), name)
+    return partial(vars(module).pop, _found(name), None)
+
+
 def _change(module: nn.Module, name: str, change: Callable[[OwnedWrappers], OwnedWrappers]) -> None:
     """Put a method with other runs where the method of the module is, or without runs, the one that was there."""
     place, key = _slot(module, name)
@@ -114,11 +130,15 @@ def _change(module: nn.Module, name: str, change: Callable[[OwnedWrappers], Owne
 
 def _method(kept: str, name: str, function: Any, runs: OwnedWrappers) -> Any:
     *inner, (_, outer) = runs
+    found_name = _found(name)
 
     @wraps(function, updated=())
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The class is asked in each call, because other packages replace the methods of classes.
-        call = getattr(self, kept)[0] or partial(getattr(type(self), name), self)
+        call = getattr(self, kept)[0]
+        if call is None:
+            # The class is asked in each call, because other packages replace the methods of classes.
+            found = getattr(self, found_name, None) if torch.compiler.is_compiling() else None
+            call = partial(found or getattr(type(self), name), self)
         for _, run in inner:
             call = partial(run, self, call)
         return outer(self, call, *args, **kwargs)

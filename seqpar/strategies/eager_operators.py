@@ -236,8 +236,8 @@ def _check_outputs(outputs: list[Tensor], sizes: Sequence[int], call: EagerCall,
         for x, dtype in zip(outputs, call.dtypes, strict=True)
     ):
         raise ValueError(
-            f"{name}: it returned {found}, but the compiled code expects {expected}; of a mixer, its tokenwise function "
-            "says so: let both return the same, or do not compile the layer"
+            f"{name}: it returned {found}, but the compiled code expects {expected}; of a mixer, its tokenwise "
+            "function says so: let both return the same, or do not compile the layer"
         )
 
 
