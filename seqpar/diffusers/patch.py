@@ -234,7 +234,7 @@ class ParallelModel:
         for pattern, streams in plan.attention.items():
             for name, module in matching(model, pattern).items():
                 vars(module)[_SITE] = AttentionSite(name, module, streams, self.now)
-                self._undo.callback(vars(module).pop, _SITE)
+                self._undo.callback(vars(module).pop, _SITE, None)
                 self._undo.callback(find_in_class(module))
                 self._undo.callback(replace_forward(module, "seqpar.diffusers", _attention))
         for pattern, stream in self.outputs.items():

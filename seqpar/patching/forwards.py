@@ -103,8 +103,8 @@ def _found(name: str) -> str:
 def find_in_class(module: nn.Module, name: str = "forward") -> Callable[[], None]:
     """Let compiled code call the method that the module's class has now, and return what undoes it.
 
-    torch.compile cannot trace ``type(module).forward`` of some classes, such as diffusers' ``Attention``. Call this before
-    each call of compiled code. It is then compiled again if another package has replaced the method of the class.
+    torch.compile cannot trace ``type(module).forward`` of some classes, such as diffusers' ``Attention``. Call this
+    before each call of compiled code, which is compiled again if another package has replaced the method of the class.
     """
     vars(module)[_found(name)] = getattr(type(module), name)
     return partial(vars(module).pop, _found(name), None)
