@@ -389,13 +389,14 @@ def _attention(module: Any, original: Callable[..., Any], *args: Any, **kwargs: 
     site = getattr(module, _SITE)
     mode = mode_of_thread() if torch.compiler.is_compiling() else None
     if mode is None:
-        return _attention_in_eager(site, original, args, kwargs)
+        mode = needs_a_call_of_the_model(site)
     return mode.run(site, lacks_keys(site, args, kwargs), original, args, kwargs)
 
 
-@no_compile
-def _attention_in_eager(site: AttentionSite, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return site.now(site.name).run(site, lacks_keys(site, args, kwargs), original, args, kwargs)
+@no_compile  # with fullgraph=True, torch.compile's error says the name of the function
+def needs_a_call_of_the_model(site: AttentionSite) -> CallMode:
+    mode: CallMode = site.now(site.name)
+    return mode
 
 
 def _again(mode: CallMode | None) -> AbstractContextManager[None]:

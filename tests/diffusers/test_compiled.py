@@ -11,19 +11,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 from seqpar import sync_gradients
+from seqpar.patching.replaced import replaced
 from seqpar.strategies import eager_operators
 
 from ..cases import Batch
+from ..observe import message_of
 from ..pool import on_ranks
+from ..reference import assert_close
 from .models import BATCH, MASKED, Case, make
 from .test_models import distance, run, verify, weights
 
 pytest.importorskip("diffusers")
-from seqpar.diffusers import parallelize
+from seqpar.diffusers import Plan, gather, parallelize, restore
+from seqpar.diffusers.plans import PLANS
 
-LAYERS = 5  # of each kind; all of them share the graphs
+LAYERS = 4  # of each kind; all of them share the graphs
 
 
 def deeper(model: Any) -> Any:
@@ -107,7 +112,7 @@ def check(batch: Batch, world: int, models: tuple[str, ...], *options: Any) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.slow
+@pytest.mark.thorough(models=[("flux", "sd35", "qwen"), ("wan", "sd3")])
 @pytest.mark.parametrize(
     ("world", "models", "backend", "checkpoints", "everywhere"),
     [
@@ -122,3 +127,90 @@ def test_a_block_is_one_graph(
     batch: Batch, world: int, models: tuple[str, ...], backend: str, checkpoints: bool, everywhere: bool
 ) -> None:
     check(batch, world, models, backend, checkpoints, everywhere)
+
+
+def compiled(name: str, plan: Plan | None = None, fullgraph: bool = True) -> tuple[Any, dict[str, Any]]:
+    torch._dynamo.reset()
+    model, inputs = make(Case(name), 0)
+    parallelize(model, plan=plan)
+    for blocks in model.children():
+        for block in blocks if isinstance(blocks, nn.ModuleList) else ():
+            block.compile(backend="eager", fullgraph=fullgraph)
+    return model, inputs
+
+
+def call(model: Any, inputs: dict[str, Any]) -> Tensor:
+    out: Tensor = model(**inputs, return_dict=False)[0]
+    return out
+
+
+def test_compiled_blocks_refuse_what_eager_ones_refuse() -> None:
+    wan = PLANS["WanTransformer3DModel"]
+    model, inputs = compiled("wan", Plan(wan.cuts, {**wan.attention, "blocks.*.attn1": ()}))
+    assert "blocks.0.attn1: without encoder_hidden_states" in message_of(lambda: call(model, inputs))
+    model, inputs = compiled("wan", Plan(wan.cuts, {"blocks.*.attn1": ("image",)}), fullgraph=False)
+    assert "outside of the attention modules of the plan" in message_of(lambda: call(model, inputs))
+
+    class Processor:
+        def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return hidden_states
+
+    for fullgraph, message in (
+        (False, "blocks.1.attn1: 0 calls of F.scaled_dot_product_attention"),
+        (True, "needs_one_sdpa_call"),
+    ):
+        model, inputs = compiled("wan", fullgraph=fullgraph)
+        if not fullgraph:
+            call(model, inputs)
+        model.blocks[1].attn1.processor = Processor()
+        assert message in message_of(lambda: call(model, inputs))  # noqa: B023
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_a_compiled_block_in_a_checkpoint_of_one_s_own_is_refused_in_backward() -> None:
+    model, inputs = compiled("flux", fullgraph=False)
+    block = model.single_transformer_blocks[1]
+    run = block._compiled_call_impl
+    block._compiled_call_impl = lambda *args, **kwargs: checkpoint(run, *args, use_reentrant=False, **kwargs)
+    out = call(model, inputs)
+    message = message_of(lambda: out.sum().backward())
+    assert "single_transformer_blocks.1.attn" in message and "enable_gradient_checkpointing" in message
+
+
+@pytest.mark.slow
+@pytest.mark.thorough
+def test_compiled_blocks_follow_the_model() -> None:
+    """A hook with a graph break, another strategy, no strategy, a copy, and a class whose method is replaced."""
+    model, inputs = compiled("sd35", fullgraph=False)
+    features: list[Tensor] = []
+    layer = model.transformer_blocks[0].attn.to_q
+    layer.register_forward_hook(lambda module, args, output: features.append(gather(model, output)))
+    expected = call(make(Case("sd35"), 0)[0], inputs)
+    assert_close(call(model, inputs), expected)
+    assert [x.shape[1] for x in features] == [15]
+    model, inputs = compiled("sd35")
+    assert_close(call(model, inputs), expected)
+    for strategy in ("ulysses", "ring"):
+        restore(model)
+        assert_close(call(model, inputs), expected)
+        assert_close(call(parallelize(model, strategy=strategy), inputs), expected)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.transformer_blocks[1].attn.to_q.weight.mul_(2)
+    for block in twin.transformer_blocks:
+        block.compile(backend="eager")
+    assert not torch.allclose(call(twin, inputs), expected)
+    assert_close(call(model, inputs), expected)
+    cls = type(model.transformer_blocks[0].attn)
+    original = cls.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        return 2 * out if isinstance(out, Tensor) else tuple(2 * x for x in out)
+
+    with replaced(cls, forward=forward):
+        doubled = call(make(Case("sd35"), 0)[0], inputs)
+        assert_close(call(model, inputs), doubled)
+    assert not torch.allclose(doubled, expected)
+    assert_close(call(model, inputs), expected)
