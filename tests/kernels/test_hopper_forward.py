@@ -160,16 +160,6 @@ def test_offsets_have_64_bits() -> None:
         run(launch, narrow)
 
 
-def test_consumers_take_turns(forward: list[Program]) -> None:
-    """The products of scores, whatever takes how long: first, second, first, second."""
-    q, k, v = (normal(1, LENGTH, 2, 64, dtype=torch.bfloat16) for _ in range(3))
-    every = slice(0, LENGTH)
-    hopper.hopper_forward(q, k, v, intervals(MASKS["full"], every, every), Score(0.125))
-    assert len(forward) == 6
-    for program in forward:
-        assert [role for role, adds in program.started if not adds] == [0, 1] * 3
-
-
 # Lines of the kernel, and what they wait for.
 KEYS_LOADED = "mbarrier.wait(keys.ready.index(j % C.STAGES), j // C.STAGES & 1)"
 KEYS_READ = "    s = warpgroup_mma_wait(0 if FIRST else 1, [s])\n"
@@ -216,10 +206,19 @@ def five_tiles() -> tuple[Any, Tensor]:
 
 
 def test_whatever_comes_first_the_result_is_right() -> None:
+    """And consumers start their products of scores in turn. Without a wait for the turn they would not."""
     launch, expected = five_tiles()
-    for seed in range(30):
-        run(launch, FUNCTIONS, seed)
-        assert_close(launch.arguments["OUT"], expected, torch.bfloat16)
+    hasty, orders = (
+        functions(hopper, [("mbarrier.wait(turn.index(SELF), (j + SELF & 1) ^ 1)", "pass")]),
+        list[list[int]](),
+    )
+    for known in (FUNCTIONS, hasty):
+        orders.clear()
+        for seed in range(30):
+            (program,) = run(launch, known, seed)
+            orders.append([role for role, adds in program.started if not adds])
+            assert_close(launch.arguments["OUT"], expected, torch.bfloat16)
+        assert all(order == [0, 1] * 5 for order in orders) == (known is FUNCTIONS)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

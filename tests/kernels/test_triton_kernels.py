@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,29 @@ def test_kernels_compile(kernel: str, head_dim: int) -> None:
     case = next(c for c in cases if (c.kernel, c.head_dim, c.dtype) == (kernel, head_dim, torch.bfloat16))
     (row,) = inspect(iter([case]))
     assert not row["wrong"] and row["matrix"] == ("" if kernel == "delta" else "wgmma"), row
+
+
+def test_the_gate_refuses_a_slow_hopper_kernel() -> None:
+    from tools.compiled import Resources
+    from tools.gate import loops_key, recorded_loops, table_cases, verdict
+
+    case = next(c for c in table_cases(["sm_90"]) if (c.kernel, c.head_dim) == ("hopper", 128))
+    recorded = recorded_loops().get(loops_key(case), "6/3/1 6/3/0 6/3/1 6/3/0")
+    loops = tuple(tuple(map(int, loop.split("/"))) for loop in recorded.split())
+    boxes = [{"elem_size": 2, "block_size": [1, 1, rows, 64], "swizzle": 3} for rows in (64, 128, 128)]
+    good = Resources(168, 48, 164 << 10, "wgmma", products=12, loops=loops)
+    assert verdict(case, good, boxes) == ""
+    for bad, why in (
+        ({"loops": (*loops[:3], (*loops[3][:2], 1))}, "spills in the inner loops"),
+        ({"loops": loops[:2]}, "spills in the inner loops"),
+        ({"spilled_bytes": 400}, "spills 400 bytes"),
+        ({"serialized": "C7510"}, "ptxas C7510: products wait for one another"),
+        ({"synchronous": 2}, "2 products are waited for at once"),
+        ({"products": 10}, "10 products instead of 12"),
+        ({"matrix": "mma"}, "mma instead of wgmma"),
+        ({"reloaded": 1}, "1 tiles go through registers"),
+    ):
+        assert why in verdict(case, replace(good, **bad), boxes)
 
 
 def test_what_an_iteration_waits_for() -> None:
