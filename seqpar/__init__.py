@@ -35,6 +35,7 @@ from .ranks.mesh import init_mesh
 from .scaled_dot_product import replace_sdpa, sdpa
 from .sharding.functions import positions, shard, unshard
 from .sharding.sharding import Sharding
+from .shifting import shift
 from .strategies.checkpointing import keep_attention
 from .verification import VerificationError, verify
 
@@ -118,6 +119,7 @@ __all__ = [
     "ring_attention",
     "sdpa",
     "shard",
+    "shift",
     "sync_gradients",
     "token_loss",
     "trace",

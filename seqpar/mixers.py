@@ -44,6 +44,7 @@ from .strategies.row_exchange import (
     FetchRows,
     HaloPlan,
     JoinBackward,
+    RowPlan,
     StatePlan,
     document_groups,
     halo_plan,
@@ -213,7 +214,7 @@ def by_states(
     summaries = [torch.cat(same) for same in zip(*(summary for _, summary in scanned), strict=True)]  # [runs, ...]
     shapes, dtypes = [y.shape[1:] for y in summaries], [y.dtype for y in summaries]
     table = torch.cat([y.flatten(1) for y in _promoted(summaries)], 1).index_select(0, plan.last)
-    fetched = _fetch(table, plan.rows, link)
+    fetched = fetch(table, plan.rows, link)
 
     def split(row: Tensor) -> tuple[Tensor, ...]:
         columns = row.split_with_sizes([shape.numel() for shape in shapes], 1)
@@ -276,7 +277,8 @@ def _check(named: dict[str, tuple[Tensor, ...]], sharding: Sharding, mask: Mask 
         mask.check_length(sharding.seq_len)
 
 
-def _link(sharding: Sharding, like: Tensor) -> tuple[Placement, Link | None]:
+def link_of(sharding: Sharding, like: Tensor) -> tuple[Placement, Link | None]:
+    """The placement of an exchange between all ranks that share the sequence, and their link."""
     if sharding.sequence_group is None:
         placement = sharding.place(_LOCAL)
     else:  # tokens that are sharded over tp too are shared by these ranks alike
@@ -400,7 +402,7 @@ class ToSequence(torch.autograd.Function):
 def _exchange_of(
     heads: Heads, like: Tensor, sharding: Sharding, mask: Mask | None
 ) -> tuple[Exchange | None, EqualRuns | None]:
-    placement, link = _link(sharding, like)
+    placement, link = link_of(sharding, like)
     groups = None if mask is None else document_groups(placement.tokens, mask, like.shape[0], like.device)
     if link is None:
         return None, groups
@@ -464,10 +466,10 @@ def _in_groups(
 
 @no_compile
 def _extend(x: Tensor, width: int, sharding: Sharding, mask: Mask) -> tuple[Tensor, HaloPlan]:
-    placement, link = _link(sharding, x)
+    placement, link = link_of(sharding, x)
     plan = halo_plan(placement.tokens, placement.rank, mask, x.shape[0], width, x.device)
     rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2:].numel())
-    fetched = _fetch(rows, plan.rows, link, "halo")
+    fetched = fetch(rows, plan.rows, link, "halo")
     return fetched.view(x.shape[0], plan.length, *x.shape[2:]), plan
 
 
@@ -475,7 +477,7 @@ def _extend(x: Tensor, width: int, sharding: Sharding, mask: Mask) -> tuple[Tens
 def _plan_states(
     xs: tuple[Tensor, ...], sharding: Sharding, mask: Mask
 ) -> tuple[StatePlan, Link | None, tuple[Tensor, ...]]:
-    placement, link = _link(sharding, xs[0])
+    placement, link = link_of(sharding, xs[0])
     plan = state_plan(placement.tokens, placement.rank, mask, xs[0].shape[0], xs[0].device)
     if not sharding.seq_local:  # one token of zeros, because ``scan`` may not take tensors without tokens
         xs = tuple(torch.cat([y, y.new_zeros(y.shape[0], 1, *y.shape[2:])], 1) for y in xs)
@@ -483,9 +485,12 @@ def _plan_states(
 
 
 @no_compile
-def _fetch(rows: Tensor, plan: Any, link: Link | None, name: str = "by_states") -> Tensor:
+def fetch(
+    rows: Tensor, plan: RowPlan, link: Link | None, name: str = "by_states", no_row: Tensor | None = None
+) -> Tensor:
+    """``FetchRows``, of rows that require a gradient on every rank if they can have one."""
     with operation(name):
-        fetched: Tensor = FetchRows.apply(*(_joined((rows,)) if link is not None else (rows,)), plan, link)
+        fetched: Tensor = FetchRows.apply(*(_joined((rows,)) if link is not None else (rows,)), plan, link, no_row)
     return fetched
 
 

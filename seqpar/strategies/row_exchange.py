@@ -51,20 +51,24 @@ class RowPlan:
 
 
 class FetchRows(torch.autograd.Function):
-    """``rows [n * b, w]`` of this rank to ``[m, w]``. Backward returns gradients to their owners in float32."""
+    """``rows [n * b, w]`` of this rank to ``[m, w]``. Backward returns gradients to their owners in float32.
+
+    ``no_row [1, w]`` is the result where a rank needs no row; None is zeros.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, plan: RowPlan, link: Link | None) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, plan: RowPlan, link: Link | None, no_row: Tensor | None = None) -> Tensor:
         ctx.plan, ctx.link, ctx.count, (_, width) = plan, link, len(rows), rows.shape
         with call(link and link.ranks, "rows", width, rows.element_size()):
             message = new_message(sum(plan.sends) * width, rows, link)
             torch.index_select(rows, 0, plan.sent, out=message.view(len(plan.sent), width))
             received = _exchange(message, plan.sends, plan.receives, width, link)
-        return torch.cat([rows, *received, rows.new_zeros(1, width)]).index_select(0, plan.index)
+        no_row = rows.new_zeros(1, width) if no_row is None else no_row
+        return torch.cat([rows, *received, no_row]).index_select(0, plan.index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         plan, link, width, total = ctx.plan, ctx.link, grad.shape[1], ctx.count + sum(ctx.plan.receives)
         gradients = grad.new_zeros(total + 1, width, dtype=accumulator(grad.dtype))
         gradients.index_add_(0, plan.index, grad.to(gradients.dtype))
@@ -74,7 +78,7 @@ class FetchRows(torch.autograd.Function):
             returned = _exchange(message, plan.receives, plan.sends, width, link)
         own = gradients[: ctx.count]
         own.index_add_(0, plan.sent, torch.cat([own[:0], *returned]))
-        return own.to(grad.dtype), None, None
+        return own.to(grad.dtype), None, None, None
 
 
 def _exchange(
@@ -236,6 +240,47 @@ def halo_plan(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int
         return HaloPlan(owners.plan(wanted, keys.flatten()).on(device), length, upload(outputs, device))
 
     return _cached("halo", mask, (tokens, rank, batch, width), device, make)
+
+
+def shift_plan(
+    tokens: TokenLayout, rank: int, mask: Mask, batch: int, by: tuple[int, ...], device: torch.device
+) -> RowPlan:
+    """For each step of ``by`` and each of this rank's tokens, the row so many positions later in its document.
+
+    The result has the rows ``[len(by) * b * s]``.
+    """
+
+    def make() -> RowPlan:
+        held, starts = _held(tokens), _document_starts(mask)
+
+        def later(positions: Tensor, step: int, row: Tensor) -> Tensor:
+            """The positions ``step`` after each position; -1 outside of its document."""
+            found = positions + step
+            inside = (found >= 0) & (found < tokens.seq_len)
+            same = _begin(row, torch.where(inside, found, positions)) == _begin(row, positions)
+            return torch.where(inside & same, found, -1)
+
+        def at_borders(positions: Positions, step: int) -> Tensor:
+            """The positions of a rank for which the row ``step`` later may be another rank's: at ends of segments."""
+            first, end = _segments(positions).unbind(1)
+            count = (end - first).clamp(max=abs(step))
+            begin = end - count if step > 0 else first
+            index = torch.arange(int(count.sum()), device="cpu")
+            return (begin - count.cumsum(0) + count).repeat_interleave(count) + index
+
+        wanted = []
+        for positions in held:
+            borders = [at_borders(positions, step) for step in by]
+            rows = [torch.cat([later(x, step, row) for x, step in zip(borders, by, strict=True)]) for row in starts]
+            wanted.append(_keys([x[(x >= 0) & (_find_positions(positions, x) < 0)] for x in rows], batch))
+        own = held[rank].tensor(torch.device("cpu"))
+        found = torch.stack([torch.stack([later(own, step, row) for row in starts]) for step in by])
+        all_rows = torch.arange(batch, device="cpu")[:, None]
+        keys = torch.where(found < 0, -1, found * batch + all_rows)  # [len(by), b, s]
+        owners = _Owners(rank, tokens.ranks, batch, lambda r, x: _find_positions(held[r], x), len(own))
+        return owners.plan(wanted, keys.flatten()).on(device)
+
+    return _cached("shift", mask, (tokens, rank, batch, by), device, make)
 
 
 @dataclass(frozen=True)

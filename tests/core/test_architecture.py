@@ -18,7 +18,7 @@ FLOORS = {
         ("schedule", "comm", "kernels", "placement"),
         ("strategies", "sharding"),
         ("functional", "scaled_dot_product", "decoding", "verification"),
-        ("factory", "layers", "megatron", "memory", "mixers", "adapters", "planner"),
+        ("factory", "layers", "megatron", "memory", "mixers", "shifting", "adapters", "planner"),
         ("hf", "diffusers", "cli"),
         ("peers",),
     ),
@@ -98,7 +98,7 @@ def test_no_modules_import_each_other() -> None:
 
 def test_the_root_has_few_modules() -> None:
     assert {path.stem for path in (ROOT / "seqpar").glob("*.py")} == {
-        *("__init__", "__main__", "decoding", "factory", "functional", "mixers", "scaled_dot_product")
+        *("__init__", "__main__", "decoding", "factory", "functional", "mixers", "scaled_dot_product", "shifting")
     }
 
 

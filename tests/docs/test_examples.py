@@ -46,6 +46,7 @@ EXAMPLES: dict[str, tuple[tuple[str, ...], list[str]]] = {
 ELSEWHERE = {
     "__init__.py",
     "bytelm.py",  # test_demo.py
+    "draft.py",  # tests/core/test_shift.py
     "own_loop.py",  # tests/docs/test_own_loop.py
     "grpo.py",  # tests/hf/test_trl.py
     "video.py",  # tests/diffusers/test_example.py
