@@ -29,10 +29,13 @@ from ..kernels import BACKENDS, ONLY_BY_NAME, BackendName, backends
 from ..layers import LocalAttention
 from ..masks.mask import Mask
 from ..placement.strategies import STRATEGIES, compared_options
+from ..planner import HARDWARE
+from ..planner.code import KERNELS
 from ..ranks.mesh import ranks_by_host
 from ..ranks.startup import LAUNCH_ORDER
 from ..sharding.sharding import Sharding
 from .launch import FAILED, CommandError, bad_options, cores, join, launch, this_device, under_launcher
+from .libraries import cudnn
 from .measure import (
     HEAD_DIM,
     HEADS,
@@ -43,6 +46,7 @@ from .measure import (
     matrix_rate,
     measure_links,
     measured_dtype,
+    sdpa_backend,
 )
 from .tables import device_name, human_bytes
 
@@ -140,6 +144,8 @@ def examine() -> dict[str, Any]:
     kernels = [asdict(status) for status in backends()]
     advice = [v["advice"] for v in versions if v["advice"]]
     advice += nccl_problems(nccl_version(), {LAUNCH_ORDER: "1", **os.environ})
+    of_cudnn = cudnn()
+    advice += of_cudnn.problems
     advice += [reason for k in kernels if (reason := k["reason"]) and "pip install" in reason]
     return {
         "platform": f"{platform.system()} {platform.machine()}",
@@ -152,6 +158,7 @@ def examine() -> dict[str, Any]:
         "build": torch.version.cuda or torch.version.hip or "CPU only",
         "devices": _devices(),
         "nccl": nccl_report(),
+        "cudnn": of_cudnn,
         "kernels": kernels,
         "install": advice,
     }
@@ -210,9 +217,12 @@ def _rates() -> dict[str, Any]:
         if rate.ran != name:
             operations[f"attention, {name}"] = f"does not support this call; {rate.ran} ran instead"
             continue
-        operations[f"attention, {name}: causal, {rate.seq_len:,} tokens, {HEADS} heads of {HEAD_DIM}"] = (
-            f"forward {_flops(rate.forward)}, forward and backward {_flops(rate.forward_backward)}"
-        )
+        what = f"attention, {name}: causal, {rate.seq_len:,} tokens, {HEADS} heads of {rate.head_dim}"
+        operations[what] = _both(rate.forward, rate.forward_backward) + in_table(name, device_name(device))
+    try:
+        operations["scaled_dot_product_attention runs"] = sdpa_backend(device)
+    except (RuntimeError, MemoryError) as error:
+        operations["scaled_dot_product_attention"] = f"failed: {str(error).splitlines()[0]}"
     operations["memory copy"] = f"{copy_rate(device) / 1e9:.1f} GB/s, read and written"
     threads = "" if device.type == "cuda" else f", {cores()} thread(s)"
     return {
@@ -220,6 +230,20 @@ def _rates() -> dict[str, Any]:
         "dtype": str(measured_dtype(device)).removeprefix("torch."),
         "operations": operations,
     }
+
+
+def in_table(backend: str, gpu: str) -> str:
+    """The rates of a backend in the planner's table, if it has this GPU, as the end of a text."""
+    found = next((name for name in HARDWARE if re.search(rf"\b{name}\b", gpu, re.IGNORECASE)), None)
+    rate = None if found is None else HARDWARE[found].attention.get(KERNELS.get(backend, backend))
+    if found is None or rate is None:
+        return ""
+    together = 3.5 / (1 / rate.forward + 2.5 / rate.backward)
+    return f"; in the planner's table, for long sequences on {found.upper()}: {_both(rate.forward, together)}"
+
+
+def _both(forward: float, together: float) -> str:
+    return f"forward {_flops(forward)}, forward and backward {_flops(together)}"
 
 
 def _flops(rate: float) -> str:
@@ -382,7 +406,10 @@ def _tables(report: dict[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequen
     """Yields titles, columns and rows."""
     versions = [(v["name"], v["version"], v["tested"]) for v in report["versions"]]
     available = ", ".join(f"{name} {'yes' if yes else 'no'}" for name, yes in report["distributed"].items())
-    versions += [("build of torch", report["build"], ""), ("distributed", available, "")]
+    versions += [
+        ("build of torch", report["build"], ""), ("cuDNN, loaded", str(report["cudnn"]), ""),
+        ("distributed", available, ""),
+    ]  # fmt: skip
     yield f"Software, {report['platform']}", ("", "installed", "tested"), versions
     devices = [
         (d["name"], d["what"] + (f", can access the memory of {d['peers']}" if d.get("peers") else ""))

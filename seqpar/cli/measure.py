@@ -8,13 +8,16 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.autograd.profiler import profile
 from torch.distributed import ProcessGroup
 
 from ..comm.collectives import start_all_gather, start_all_to_all
@@ -27,6 +30,7 @@ from ..planner.hardware import AttentionRate
 from .launch import cores, join, launch, this_device
 
 HEADS, HEAD_DIM = 8, 64
+_OPERATOR = "aten::_scaled_dot_product_"
 _SIZES = (8, 1 << 10, 32 << 10, 1 << 20, 32 << 20)  # bytes that each rank sends
 _REPEATS = 5
 _LONG_ENOUGH_S = 0.15  # a shorter run of attention would measure overheads more than the kernel
@@ -48,6 +52,7 @@ class MeasuredLink:
 class MeasuredAttention:
     ran: str  # the backend; another one than was asked for, if that one does not support the call
     seq_len: int
+    head_dim: int
     forward: float  # operations per second
     forward_backward: float  # of both together
 
@@ -62,17 +67,18 @@ def synchronize(device: torch.device) -> None:
 
 
 def attention_rate(backend: BackendName, device: torch.device) -> MeasuredAttention:
-    """The rate of causal attention with 8 heads of head_dim 64.
+    """The rate of causal attention with 8 heads, of head_dim 64 on a CPU and 128 on a GPU.
 
     The sequence has the first length of 512, 1,024, 2,048, ... whose forward takes long enough to be measured. A
-    forward counts as ``2 * seq_len**2 * 8 * 64`` operations, half as many as with a full mask. A backward counts as 2.5
-    times that.
+    forward counts as ``2 * seq_len**2 * 8 * head_dim`` operations, half as many as with a full mask. A backward counts
+    as 2.5 times that.
     """
+    head_dim = rated_head_dim(device)
     longest = 32768 if device.type == "cuda" else 8192
     seq_len = 256
     while True:
         seq_len *= 2
-        shape = (1, seq_len, HEADS, HEAD_DIM)  # [batch, seq, heads, head_dim]
+        shape = (1, seq_len, HEADS, head_dim)  # [batch, seq, heads, head_dim]
         q, k, v = (
             torch.randn(shape, device=device, dtype=measured_dtype(device), requires_grad=True) for _ in range(3)
         )
@@ -87,8 +93,37 @@ def attention_rate(backend: BackendName, device: torch.device) -> MeasuredAttent
             break
     seconds = _best_seconds(forward, device)
     both = _best_seconds(lambda: forward().backward(dout), device)
-    operations = 2.0 * seq_len**2 * HEADS * HEAD_DIM
-    return MeasuredAttention(", ".join(t.backends), seq_len, operations / seconds, 3.5 * operations / both)
+    operations = 2.0 * seq_len**2 * HEADS * head_dim
+    return MeasuredAttention(", ".join(t.backends), seq_len, head_dim, operations / seconds, 3.5 * operations / both)
+
+
+def rated_head_dim(device: torch.device) -> int:
+    """The head_dim of measured attention. On a GPU it is the head_dim of the rates in the planner's table."""
+    return 128 if device.type == "cuda" else HEAD_DIM
+
+
+def sdpa_backend(device: torch.device) -> str:
+    """The operator that PyTorch's ``scaled_dot_product_attention`` runs for a causal forward, and on a GPU its kernel.
+
+    The call has 4,096 tokens on a GPU and 512 on a CPU, and the heads and dtype of ``attention_rate``.
+    """
+    on_gpu = device.type == "cuda"
+    shape = 1, HEADS, 4096 if on_gpu else 512, rated_head_dim(device)
+    q, k, v = (torch.randn(shape, device=device, dtype=measured_dtype(device)) for _ in range(3))
+    F.scaled_dot_product_attention(q, k, v, is_causal=True)  # the first call sets up the library
+    with profile(use_kineto=on_gpu, use_device="cuda" if on_gpu else None) as profiled:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        synchronize(device)
+    return ran_by_sdpa(profiled.function_events or ())
+
+
+def ran_by_sdpa(events: Iterable[Any]) -> str:
+    """What ``sdpa_backend`` returns, from the events of a profile."""
+    names = [event.name.removeprefix(_OPERATOR) for event in events if event.name.startswith(_OPERATOR)]
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA]
+    longest = max(kernels, key=lambda event: event.time_range.elapsed_us(), default=None)
+    operator = ", ".join(dict.fromkeys(names)) or "an unknown operator"
+    return operator if longest is None else f"{operator}: {longest.name}"
 
 
 def matrix_rate(device: torch.device) -> float:

@@ -11,6 +11,8 @@ these two are always dense here, as PyTorch's own are.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,7 +42,9 @@ class CudnnBackend(LibraryBackend):
     def unavailable(self) -> str | None:
         if torch.version.cuda is None:
             return "this PyTorch is built without CUDA"
-        version = torch.backends.cudnn.version()
+        version = loaded_cudnn()
+        if isinstance(version, str):
+            return version
         if version is None or version < _OLDEST:
             return f"PyTorch's cuDNN is {version or 'missing'}, and 9.0 or newer is needed"
         if os.environ.get(_RAGGED_VARIABLE) == "1":
@@ -50,7 +54,8 @@ class CudnnBackend(LibraryBackend):
     def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
         if max(head_dim, v_head_dim) <= 128:
             return None
-        version = torch.backends.cudnn.version() or 0
+        found = loaded_cudnn()
+        version = found if isinstance(found, int) else 0
         if max(head_dim, v_head_dim) <= 256 and version >= 91000 and capability == (9, 0):
             return None
         if (head_dim, v_head_dim) == (192, 128) and version >= 91100 and capability[0] == 10:
@@ -76,3 +81,16 @@ class CudnnBackend(LibraryBackend):
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
+
+
+def loaded_cudnn() -> int | str | None:
+    """The version of the cuDNN that PyTorch has loaded, such as 91900; why PyTorch refuses it; or None without one."""
+    return _ask(torch.backends.cudnn.version)
+
+
+@lru_cache(maxsize=8)  # PyTorch refuses an older cuDNN than its own in the first call only
+def _ask(version: Callable[[], int | None]) -> int | str | None:
+    try:
+        return version()
+    except RuntimeError as error:
+        return str(error)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,19 +71,27 @@ def _window(options: Options) -> dict[str, Any]:
     return window
 
 
+class Hub(NamedTuple):
+    """A repository of the Hugging Face Hub with a module prebuilt. A version keeps its interface, and its newest build
+    is loaded."""
+
+    repository: str
+    version: int
+    needs: str  # what its builds run with
+
+
 class PackageBackend(LibraryBackend):
     """The kernels of an installed package.
 
     Attributes:
         module, install: the module to import, and the command that installs it.
-        hub: the repository of the Hugging Face Hub that has the module prebuilt, and its version; or None. A version
-            keeps its interface, and its newest build is loaded.
+        hub: where the module is prebuilt, or None.
         required: for each function of the module, the arguments that it must have. "a.b" is ``b`` of its module ``a``.
     """
 
     module: str
     install: str
-    hub: ClassVar[tuple[str, int] | None]
+    hub: ClassVar[Hub | None]
     required: ClassVar[dict[str, tuple[str, ...]]]
     softcap = True
     optionally_deterministic = True
@@ -135,7 +143,7 @@ class FlashAttention2Backend(PackageBackend):
 
     name = "flash_attn"
     module, install = "flash_attn.flash_attn_interface", "pip install 'seqpar[flash]'"
-    hub = ("kernels-community/flash-attn2", 4)
+    hub = Hub("kernels-community/flash-attn2", 4, "PyTorch 2.10 or newer")
     required: ClassVar = {
         "_flash_attn_forward": ("window_size_left",),
         "_flash_attn_backward": ("softmax_lse",),
@@ -167,7 +175,7 @@ class FlashAttention3Backend(PackageBackend):
     name = "flash_attn_3"
     module = "flash_attn_interface"
     install = "build the folder hopper of github.com/Dao-AILab/flash-attention"
-    hub = ("kernels-community/flash-attn3", 1)
+    hub = Hub("kernels-community/flash-attn3", 1, "PyTorch 2.9 or newer")
     required: ClassVar = {
         "_flash_attn_forward": ("cu_seqlens_q", "softcap", "num_splits"),
         "_flash_attn_backward": ("cu_seqlens_q", "softcap", "deterministic"),
@@ -198,7 +206,7 @@ class FlashAttention4Backend(PackageBackend):
 
     name = "flash_attn_4"
     module, install = "flash_attn.cute.interface", "pip install --pre 'seqpar[flash4]'"
-    hub = ("kernels-community/flash-attn4", 0)
+    hub = Hub("kernels-community/flash-attn4", 0, "PyTorch built with CUDA 12.8 or newer, and nvidia-cutlass-dsl")
     required: ClassVar = {
         "_flash_attn_fwd": ("softmax_scale", "window_size_left", "return_lse", "cu_seqlens_q"),
         "_flash_attn_bwd": ("lse", "softmax_scale", "window_size_left", "cu_seqlens_q", "deterministic"),
@@ -274,7 +282,7 @@ def _function(module: ModuleType | str, name: str) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _load(module: str, install: str, hub: tuple[str, int] | None) -> ModuleType | str:
+def _load(module: str, install: str, hub: Hub | None) -> ModuleType | str:
     """The module, or why there is none. Cached: a failed import is not repeated."""
     try:
         return importlib.import_module(module)
@@ -285,20 +293,23 @@ def _load(module: str, install: str, hub: tuple[str, int] | None) -> ModuleType 
     if hub is None:
         return f"{module}: {why} ({install})"
     if not switch(HUB_VARIABLE):
-        prebuilt = f"or pip install 'seqpar[hub]' and set {HUB_VARIABLE}=1 for prebuilt kernels of {hub[0]}"
+        prebuilt = f"or pip install 'seqpar[hub]' and set {HUB_VARIABLE}=1 for prebuilt kernels of {hub.repository}"
         return f"{module}: {why} ({install}; {prebuilt})"
-    return _load_from_hub(module.split(".")[-1], *hub)
+    return _load_from_hub(module.split(".")[-1], hub)
 
 
-def _load_from_hub(module: str, repository: str, version: int) -> ModuleType | str:
+def _load_from_hub(module: str, hub: Hub) -> ModuleType | str:
     if find_spec("kernels") is None:
         return f"{HUB_VARIABLE}=1, but the package kernels is not installed (pip install 'seqpar[hub]')"
     try:
         from kernels import get_kernel
 
-        found: ModuleType = getattr(get_kernel(repository, version=version), module)
+        found: ModuleType = getattr(get_kernel(hub.repository, version=hub.version), module)
     except Exception as error:  # no network, no kernel for this PyTorch, ...
-        return f"{repository} could not be loaded: {type(error).__name__}: {error}"
+        return (
+            f"version {hub.version} of {hub.repository} could not be loaded with PyTorch {torch.__version__}: it needs "
+            f"{hub.needs}, and the package kernels 0.16 or newer ({type(error).__name__}: {error})"
+        )
     return found
 
 

@@ -19,6 +19,8 @@ _WIDTH = 100  # columns
 _MOST_EDGES = 10  # of documents that are written one by one
 # The names of ``seqpar.attention``'s backends, where they differ from the names of kernels in ``hardware.json``.
 _BACKENDS = {"flash2": "flash_attn", "flash3": "flash_attn_3", "flash4": "flash_attn_4"}
+# The kernels of these backends, and of ``flash``, the FlashAttention-2 inside PyTorch.
+KERNELS = {"flash": "flash2", **{backend: kernel for kernel, backend in _BACKENDS.items()}}
 
 _START = """\
 {torchrun}

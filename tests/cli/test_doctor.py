@@ -7,18 +7,22 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.distributed import ProcessGroup
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from seqpar.cli import doctor, measure
+from seqpar.cli import doctor, libraries, measure
 from seqpar.cli.doctor import Check, RankReport, compare
 from seqpar.cli.measure import MeasuredLink, measure_links
 from seqpar.comm import nccl
+from seqpar.planner import HARDWARE
 
 from ..pool import Pool, on_ranks
 from ..problems import present_backends
@@ -130,6 +134,108 @@ def test_communicators_on_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(doctor, "_devices", lambda: [{"name": "CPU", "what": ""}])
     assert exit_code("doctor", "--no-measure", "--no-check") == 0
     assert "CTAs" not in capsys.readouterr().out
+
+
+def test_the_cudnn_that_is_loaded_beside_the_one_of_pip(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cuDNN of the system, which other packages have taken in silence."""
+    maps, pip, system = tmp_path / "maps", tmp_path / "pip", tmp_path / "system"
+    for folder, names in ((pip, ("libcudnn.so.9", "libcublas.so.13")), (system, ("libcudnn.so.9", "libcuda.so.1"))):
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+    (system / "libcublas.so.13").symlink_to(pip / "libcublas.so.13")  # the same file
+    maps.write_text(
+        f"7f00-7f01 r-xp 0 08:01 2  {system}/libcudnn_graph.so.9\n7f02-7f03 r-xp 0 08:01 1  {pip}/other.so\n"
+    )
+    with maps.open("a") as file:
+        file.write(f"7f04-7f05 r--p 0 08:01 3                          {system}/libcudnn.so.9\n" * 2)
+    installed = {"nvidia-cudnn-cu13": "9.19.0.56"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError
+        return installed[package]
+
+    files = [PurePosixPath(name) for name in ("libcudnn.so.9", "libcublas.so.13", "cudnn.h")]
+    packages = [
+        SimpleNamespace(metadata={"Name": "nvidia-cudnn-cu13"}, files=files, locate_file=lambda file: pip / file),
+        SimpleNamespace(metadata={"Name": "nvidia-nothing"}, files=None),
+        SimpleNamespace(metadata={"Name": "other"}, files=[PurePosixPath("libcuda.so.1")]),
+    ]
+    monkeypatch.setattr(libraries, "_MAPS", maps)
+    monkeypatch.setattr(libraries, "version", version)
+    monkeypatch.setattr(libraries, "distributions", lambda: packages)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{tmp_path}/none::{pip}")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    right = libraries.cudnn()
+    assert not right.problems and not right.shadows and right.files[0] == f"{system}/libcudnn.so.9"
+    assert len(right.files) == 2 and str(right) == "9.19.0; from pip: nvidia-cudnn-cu13 9.19.0.56"
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{system}:{pip}")
+    assert libraries.cudnn().shadows == {f"{system}/libcudnn.so.9": "nvidia-cudnn-cu13"}
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(doctor, "cudnn", libraries.cudnn)
+    monkeypatch.setenv("COLUMNS", "400")
+    assert exit_code("doctor", "--no-measure", "--no-check") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "9.10.2; from pip: nvidia-cudnn-cu13 9.19.0.56",
+        f"cuDNN 9.10.2 is loaded from {system}/libcudnn.so.9, and nvidia-cudnn-cu13 9.19.0.56 is installed",
+        f"LD_LIBRARY_PATH: {system}/libcudnn.so.9 may be loaded instead of the library of nvidia-cudnn-cu13",
+    ):
+        assert words in shown
+    assert exit_code("doctor", "--no-measure", "--no-check", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["cudnn"]["loaded"] == "9.10.2"
+
+    def refused() -> int:
+        raise RuntimeError("cuDNN version incompatibility")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refused)
+    assert "cuDNN: cuDNN version incompatibility" in libraries.cudnn().problems
+    installed["nvidia-cudnn-cu12"] = installed.pop("nvidia-cudnn-cu13")  # of another CUDA than PyTorch's
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    assert len(libraries.cudnn().problems) == 1
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(libraries, "_MAPS", tmp_path / "none")
+    found = libraries.cudnn()
+    assert found.loaded == "none" and found.files == []
+    assert [libraries.version_text(x) for x in (8902, 90100, 91900, 92603)] == ["8.9.2", "9.1.0", "9.19.0", "9.26.3"]
+
+
+def test_what_scaled_dot_product_attention_runs() -> None:
+    def event(name: str, us: float = 1.0, kind: DeviceType = DeviceType.CUDA) -> Any:
+        return SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda: us))
+
+    operators = [event(f"aten::{x}", 9.0, DeviceType.CPU) for x in ("empty", "_scaled_dot_product_cudnn_attention")]
+    kernels = [event("Memset", 2.0), event("cudnn_generated_sdpa_sm90_flash_fprop", 8.0), event("elementwise", 3.0)]
+    assert measure.ran_by_sdpa([*operators, *kernels]) == "cudnn_attention: cudnn_generated_sdpa_sm90_flash_fprop"
+    assert measure.ran_by_sdpa(operators) == "cudnn_attention"
+    assert measure.ran_by_sdpa([]) == "an unknown operator"
+    assert measure.sdpa_backend(CPU) == "flash_attention_for_cpu"
+    with sdpa_kernel(SDPBackend.MATH):
+        assert "math" in measure.sdpa_backend(CPU) and "flash" not in measure.sdpa_backend(CPU)
+
+
+def test_rates_beside_the_rates_of_the_table() -> None:
+    kernels = {"flash": "flash2", "flash_attn": "flash2", "flash_attn_3": "flash3", "flash_attn_4": "flash4"}
+    shown = 0
+    for name, gpu in (("h200", "NVIDIA H200"), ("h100", "NVIDIA H100 80GB HBM3"), ("a100", "NVIDIA A100-SXM4-80GB")):
+        for backend in ("triton", "cudnn", "cpu", "reference", *kernels):
+            rate = HARDWARE[name].attention.get(kernels.get(backend, backend))
+            text = doctor.in_table(backend, gpu)
+            assert bool(text) == (rate is not None)
+            if rate is not None:
+                forward, both = (float(x) for x in re.findall(r"([\d.]+) TFLOP/s", text))
+                assert name.upper() in text and forward == pytest.approx(rate.forward / 1e12, abs=0.01)
+                seconds = 1 / rate.forward + 2.5 / rate.backward  # of one operation forward, and 2.5 backward
+                assert both == pytest.approx(3.5 / seconds / 1e12, abs=0.01)
+                shown += 1
+    assert shown > 5
+    for other in ("NVIDIA GH200 480GB", "NVIDIA GeForce RTX 4090", "AMD EPYC 9654 96-Core Processor"):
+        assert doctor.in_table("cudnn", other) == ""
 
 
 def test_a_failed_self_check_is_an_exit_code(

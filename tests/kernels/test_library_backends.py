@@ -7,7 +7,7 @@ import re
 import sys
 import weakref
 from inspect import signature
-from itertools import product
+from itertools import count, product
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -381,8 +381,21 @@ def test_kernels_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(flash.HUB_VARIABLE, "1")
         assert BACKENDS["flash_attn_3"].unavailable() is None
         assert asked == [("kernels-community/flash-attn3", 1)]
+
+        def no_build(repository: str, version: int) -> None:
+            raise FileNotFoundError("Cannot find a build variant for this system")
+
+        flash._load.cache_clear()
+        vars(sys.modules["kernels"])["get_kernel"] = no_build
+        why = str(BACKENDS["flash_attn_3"].unavailable())
+        for words in (
+            "version 1 of kernels-community/flash-attn3", f"with PyTorch {torch.__version__}", "Cannot find a build",
+            "it needs PyTorch 2.9 or newer, and the package kernels 0.16 or newer",
+        ):  # fmt: skip
+            assert words in why
     # A version keeps its interface.
-    assert {name: backend.hub for name, backend in BACKENDS.items() if isinstance(backend, flash.PackageBackend)} == {
+    packages = {name: backend for name, backend in BACKENDS.items() if isinstance(backend, flash.PackageBackend)}
+    assert {name: backend.hub and (*backend.hub,)[:2] for name, backend in packages.items()} == {
         "flash_attn": ("kernels-community/flash-attn2", 4),
         "flash_attn_3": ("kernels-community/flash-attn3", 1),
         "flash_attn_4": ("kernels-community/flash-attn4", 0),
@@ -434,13 +447,26 @@ def test_head_dims_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
         assert why(192, 128, 91100) is None and "head_dim=256 (up to 128;" in str(why(256, 256, 91900))
 
 
-def test_cudnn_is_refused_with_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_is_refused_with_packed_rows_and_with_an_older_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert BACKENDS["cudnn"].unavailable() is None
     monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     assert "unset it" in str(BACKENDS["cudnn"].unavailable())
+    monkeypatch.delenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+    calls = count()
+
+    def version() -> int:
+        """PyTorch raises in the first call only."""
+        if not next(calls):
+            raise RuntimeError("cuDNN version incompatibility: compiled against (9, 19, 0), found (9, 1, 0)")
+        return 90100
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", version)
+    assert all("found (9, 1, 0)" in str(BACKENDS["cudnn"].unavailable()) for _ in range(2))
+    q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
+    assert BackendChoice("auto", q).backend(q, q, Score(0.1)).name == "cpu"
 
 
 def test_cudnn_gets_dense_outputs() -> None:
