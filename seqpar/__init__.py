@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         VocabParallelHead,
         vocab_parallel_cross_entropy,
     )
-    from .memory import Memory
+    from .memory import Memory, tiled_loss
     from .planner import Hardware, ModelShape, Plan, plan
 
 __version__ = "0.1.0"
@@ -61,7 +61,7 @@ _ROOMS = {
         "VocabParallelHead",
         "vocab_parallel_cross_entropy",
     ),
-    "memory": ("Memory",),
+    "memory": ("Memory", "tiled_loss"),
     "planner": ("Hardware", "ModelShape", "Plan", "plan"),
 }
 
@@ -121,6 +121,7 @@ __all__ = [
     "shard",
     "shift",
     "sync_gradients",
+    "tiled_loss",
     "token_loss",
     "trace",
     "ulysses_attention",
