@@ -374,6 +374,7 @@ KEPT: dict[str, str] = {
     "kernels": "BackendChoice._supports _warn_of_reference",
     "kernels.bands": "KernelCall.longest KernelCall.has_gaps",
     "kernels.block_lists": "interval_arguments _interval_mask",
+    "kernels.cudnn": "_ask",
     "kernels.elementwise": "targeted _no_interpreter _installed",
     "kernels.flash": "_takes_intervals _load _parameters",
     "kernels.hopper": "_why_not",
