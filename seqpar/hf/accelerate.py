@@ -75,7 +75,9 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of
             ``parallelism_config_cp_size`` in the YAML file of ``accelerate launch``, or 1.
         sp_size: accelerate's name for the number of ranks of Ulysses. ``sp_size=8`` is ``cp_size=8,
-            strategy="ulysses"``. By default the value of ``parallelism_config_sp_size`` in the YAML file, or 1.
+            strategy="ulysses"``, and ``sp_size=4, cp_size=2`` is ``cp_size=8, strategy="hybrid", ulysses_size=4``: 4
+            ranks of Ulysses in each of 2 places of a ring. By default the value of ``parallelism_config_sp_size`` in
+            the YAML file, or 1.
         batches: "shared": the ranks of a sequence get the same batches. "per_rank": every rank gets its own batches, as
             without sequence parallelism (see ``parallelize``). "auto": "per_rank" in all trainers of TRL except
             SFTTrainer and its subclasses, otherwise "shared".
@@ -113,13 +115,17 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         check_int("cp_size", cp_size)
         check_int("sp_size", sp_size)
         if sp_size != 1:
-            if cp_size != 1 or arguments.setdefault("strategy", "ulysses") != "ulysses":
+            strategy: Literal["ulysses", "hybrid"] = "ulysses" if cp_size == 1 else "hybrid"
+            same = arguments.setdefault("strategy", strategy) == strategy
+            if strategy == "hybrid":
+                same = same and arguments.setdefault("ulysses_size", sp_size) == sp_size
+            if not same or (sp_size < 1 and (sp_size != -1 or cp_size != 1)):
                 raise ValueError(
-                    f"sp_size={sp_size}: it is the number of ranks of strategy='ulysses'; leave cp_size and strategy "
-                    "out. Or give cp_size, the number of all ranks that share a sequence, with another strategy, such "
-                    f"as strategy='hybrid', ulysses_size={sp_size}"
+                    f"sp_size={sp_size}, cp_size={cp_size}: sp_size is the number of ranks of Ulysses: alone "
+                    "strategy='ulysses', and beside cp_size strategy='hybrid' over sp_size * cp_size ranks; leave "
+                    "strategy and ulysses_size out. Or give cp_size alone, the number of ranks that share a sequence"
                 )
-            cp_size = sp_size
+            cp_size = sp_size if cp_size == 1 else -1 if cp_size == -1 else cp_size * sp_size
         if cp_size < 1 and cp_size != -1:
             raise ValueError(f"cp_size={cp_size}: expected at least 1, or -1 for all ranks")
         check_choice("batches", batches, ("auto", "shared", "per_rank"))

@@ -796,12 +796,18 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cp_size=2" in repr(config) and "strategy='hybrid'" in repr(config)
     arguments = transformers.TrainingArguments(output_dir="unused", use_cpu=True, parallelism_config=config)
     assert '"ulysses_size": 2' in arguments.to_json_string()
+    for cp_size, ranks in ((3, 12), (-1, -1)):
+        both = seqpar.hf.ParallelismConfig(cp_size, sp_size=4)
+        assert both.cp_size == ranks and both.settings.strategy == "hybrid"
+        assert both.settings.options == {"ulysses_size": 4}
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "8")
     assert seqpar.hf.ParallelismConfig().cp_size == 8
     for wrong, message in (
         ({"cp_size": 0}, "cp_size=0: expected at least 1"),
-        ({"sp_size": 2, "strategy": "ring"}, "sp_size=2: it is the number of ranks of strategy='ulysses'"),
-        ({"sp_size": 2, "cp_size": 2}, "strategy='hybrid', ulysses_size=2"),
+        ({"sp_size": 2, "strategy": "ring"}, "sp_size=2, cp_size=8: sp_size is the number of ranks of Ulysses"),
+        ({"sp_size": 2, "cp_size": 2, "strategy": "ulysses"}, "sp_size=2, cp_size=2: sp_size is the number"),
+        ({"sp_size": 2, "cp_size": 2, "ulysses_size": 4}, "strategy='hybrid' over sp_size"),
+        ({"sp_size": -1, "cp_size": 2}, "sp_size=-1, cp_size=2"),
         ({"layout": "zigzack"}, "layout='zigzack'"),
         ({"outputs": "all"}, "outputs='all'"),
         ({"strategy": "rong"}, "strategy='rong'"),
