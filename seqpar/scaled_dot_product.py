@@ -372,7 +372,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
             )
         if not torch.compiler.is_compiling() and _reentrant.now:
             raise ValueError("use_reentrant=True: inside replace_sdpa, pass torch.utils.checkpoint use_reentrant=False")
-        mask = masks[call.is_causal]
+        mask = masks[1] if call.is_causal else masks[0]  # torch.compile of torch 2.11 takes no bool as an index
         if mask is None:
             raise ValueError(
                 "is_causal=True: it would take away the later keys that the mask of replace_sdpa (prefix_lm, blocks) "

@@ -129,8 +129,10 @@ def set_timeouts(*meshes: DeviceMesh) -> None:
     """Give the groups of new meshes the timeout of the default group. torch gives them its own, of 10 or 30 minutes."""
     world = dist.group.WORLD
     assert world is not None
+    # The private function of older versions warns in torch 2.15, which has a public one.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in () if is_simulated() else {group for mesh in meshes for group in mesh.get_all_groups()}:
-        dist.distributed_c10d._set_pg_timeout(group_timeout(world), group)
+        set_timeout(group_timeout(world), group)
 
 
 def _resolve_sizes(sizes: dict[str, int], world: int) -> tuple[int, ...]:
