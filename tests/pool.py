@@ -298,8 +298,9 @@ def start(port: int, name: str, rank: int, world: int, timeout_s: float = 30.0) 
 def limit_waits(timeout_s: float) -> None:
     """Let collectives, and messages in shared memory, take so many seconds. The groups exist by now."""
     timeout = timedelta(seconds=timeout_s)
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(timeout, group)
+        set_timeout(timeout, group)
     for transport in _transports:
         transport._timeout = timeout
 
