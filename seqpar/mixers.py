@@ -143,7 +143,7 @@ def halo(
     """
     check_int("width", width, 0)
     _check({"x": _tuple_of("x", x)}, sharding, mask, dims=2)
-    extended, plan = _extend(x, width, sharding, mask or _ONE_DOCUMENT)
+    extended, plan = _extend(x, width, sharding, _ONE_DOCUMENT if mask is None else mask)
     y = fn(extended)
     if not isinstance(y, Tensor) or y.shape[:2] != (x.shape[0], plan.length - width):
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
@@ -208,7 +208,7 @@ def by_states(
         raise ValueError(
             f"x: shape {tuple(xs[0].shape)} has no batch rows, so ``scan`` has nothing to scan; skip the call"
         )
-    plan, link, xs = _plan_states(xs, sharding, mask or _ONE_DOCUMENT)
+    plan, link, xs = _plan_states(xs, sharding, _ONE_DOCUMENT if mask is None else mask)
     rows = [y.flatten(0, 1) for y in xs]
     scanned = [scan(*(_runs(y, index) for y in rows)) for index in plan.groups.index]
     summaries = [torch.cat(same) for same in zip(*(summary for _, summary in scanned), strict=True)]  # [runs, ...]

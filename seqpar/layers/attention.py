@@ -392,7 +392,7 @@ class AttentionLayer(nn.Module):
 
     def _call_spec(self, mask: Mask, sharding: Sharding) -> AttentionSpec:
         """``spec`` in the current mode, training or evaluation, and with the name of a strategy in place of "auto"."""
-        spec = self.spec.having(returns_saved=True) if torch.compiler.is_compiling() else self.spec
+        spec = self.spec
         if spec.dropout_p and not self.training:
             spec = spec.having(dropout_p=0.0)
         return named(spec, mask, self.num_heads, self.num_kv_heads, sharding)

@@ -117,8 +117,7 @@ def attention_spec(
     if torch.compiler.is_compiling():  # torch.compile may have turned numbers into variables
         scale = None if softmax_scale is None else constant_float(softmax_scale)
         numbers = scale, constant_float(softcap), constant_float(dropout_p)
-        spec = _checked(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
-        return spec.having(returns_saved=True)
+        return _checked(strategy, options, *numbers, deterministic, backend, return_lse, *functions)
     # True == 1, also in a cache.
     make = _checked if options and any(isinstance(x, bool) for _, x in options) else _cached
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
+from ..base.checks import no_compile
 from ..masks.mask import Mask
 from ..placement.placement import ANY_RANKS, ParallelContext
 from ..sharding.sharding import Sharding
@@ -19,6 +20,9 @@ from .auto import named
 from .autograd import join_backward
 from .prepare import prepared
 from .seed import draw_seed
+
+# q, k, v, sinks, alibi_slopes, seed and latent_weight.
+Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # The number of query heads and the head_dim that every call must have (None: any), and how many calls had them.
 _HEADS: ContextVar[tuple[int, int, list[None]] | None] = ContextVar("heads", default=None)
@@ -67,12 +71,30 @@ def attend(
                 "layer must take the number of heads from the size of its projections, or leave head_groups out"
             )
         calls.append(None)
-    kind = None
     if spec.strategy == "auto":
         spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
     if spec.dropout_p and seed is None:
         seed, spec = draw_seed(), spec.having(draws_seed=True)
-    elif not torch.compiler.is_compiling():
+    tensors = q, k, v, sinks, alibi_slopes, seed, latent_weight
+    if torch.compiler.is_compiling():
+        # Said here, because the frame that has made ``spec`` may not be compiled, if there is a graph break.
+        out, lse, *_ = operators.attention(*tensors, spec.having(returns_saved=True), mask, sharding, ranks)
+        return out, lse
+    return _attend_in_eager(tensors, spec, mask, sharding, ranks, joins_backward)
+
+
+@no_compile  # after a graph break, torch 2.11 would raise an error for each attribute that is read
+def _attend_in_eager(
+    tensors: Tensors,
+    spec: AttentionSpec,
+    mask: Mask,
+    sharding: Sharding,
+    ranks: ParallelContext,
+    joins_backward: bool,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, sinks, alibi_slopes, seed, latent_weight = tensors
+    kind = None
+    if not spec.draws_seed:
         kind = prepared(q, k, v, sinks, alibi_slopes, latent_weight, spec, mask, sharding, ranks)
     if joins_backward and torch.is_grad_enabled() and (kind is None or kind.placement.sends):
         q = join_backward(q, (k, v, sinks, latent_weight), spec, sharding, ranks)

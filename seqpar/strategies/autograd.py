@@ -57,7 +57,7 @@ def join_backward(
     The backward of attention communicates. A rank whose inputs require no gradient would not run it, and the ranks
     whose inputs do would wait for it. With the alias it takes part.
     """
-    if gradient_state(q, *others) == 1 and not spec.returns_saved and sharding.place(spec, ranks).sends:
+    if gradient_state(q, *others) == 1 and sharding.place(spec, ranks).sends:
         return with_gradient(q)
     return q
 

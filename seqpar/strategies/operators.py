@@ -21,7 +21,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..base.checks import no_compile
 from ..base.compile_types import unwrap
 from ..base.library import operator
 from ..kernels.base import accumulator
@@ -265,8 +264,8 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     return placement.tokens.rank_positions(placement.rank)
 
 
-# ``attention`` where nothing has to see an operator. After a graph break, torch.compile would trace what it calls.
-attention_in_eager = no_compile(lambda *arguments: _DifferentiableAttention.apply(*arguments))
+# ``attention`` where nothing has to see an operator. Not for code that torch.compile sees.
+attention_in_eager = _DifferentiableAttention.apply
 
 
 def seen_by_dispatch_mode() -> bool:

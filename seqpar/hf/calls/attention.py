@@ -130,7 +130,6 @@ def attention_forward(
         backend=settings.backend,
         alibi_slopes=settings.alibi_slopes,
         layer_mask=in_layer,
-        returns_saved=compiling,
     )
     if isinstance(seqpar, DecodeShard):
         return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
