@@ -491,7 +491,7 @@ def test_cudnn_gets_dense_outputs() -> None:
 def test_the_order_on_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    with FakeTensorMode():
+    with fake_cuda():
         q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         names = list(order(q))
     assert sorted([*names, "hopper", "cudnn_flex"]) == sorted(BACKENDS) and names[-2:] == ["cpu", "reference"]
