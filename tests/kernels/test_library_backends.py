@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 import seqpar
