@@ -162,6 +162,7 @@ def test_the_package_requires_torch_einops_and_numpy_only(wheel: Path) -> None:
 TOOLS = {
     "flash-attn": "seqpar/kernels/flash.py",
     "flash-attn-4": "seqpar/kernels/flash.py",
+    "nvidia-cudnn-frontend": "seqpar/kernels/cudnn_flex.py",
     "mypy": "Makefile",
     "mkdocs-material": "mkdocs.yml",
     "mkdocstrings": "mkdocs.yml",

@@ -14,7 +14,6 @@ from typing import Any
 from weakref import ref
 
 import accelerate.hooks
-import diffusers.hooks
 import pytest
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from seqpar.patching.forwards import is_replaced, replace_forward, replaced_by, restore_forward
 from seqpar.patching.running import Running
+
+hooks: Any = pytest.importorskip("diffusers.hooks")
 
 
 class Doubling(nn.Module):
@@ -52,7 +53,7 @@ def accelerates(module: Any) -> None:
 
 
 def diffusers_hook(module: Any) -> None:
-    diffusers.hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(diffusers.hooks.ModelHook(), "h")
+    hooks.HookRegistry.check_if_exists_or_initialize(module).register_hook(hooks.ModelHook(), "h")
 
 
 @pytest.mark.parametrize("before", [None, own, accelerates, diffusers_hook], ids=lambda f: getattr(f, "__name__", "-"))
