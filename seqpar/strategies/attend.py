@@ -22,7 +22,7 @@ from .prepare import prepared
 from .seed import draw_seed
 
 # q, k, v, sinks, alibi_slopes, seed and latent_weight.
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+AttentionTensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # The number of query heads and the head_dim that every call must have (None: any), and how many calls had them.
 _HEADS: ContextVar[tuple[int, int, list[None]] | None] = ContextVar("heads", default=None)
@@ -85,7 +85,7 @@ def attend(
 
 @no_compile  # after a graph break, torch 2.11 would raise an error for each attribute that is read
 def _attend_in_eager(
-    tensors: Tensors,
+    tensors: AttentionTensors,
     spec: AttentionSpec,
     mask: Mask,
     sharding: Sharding,

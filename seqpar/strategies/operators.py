@@ -264,8 +264,9 @@ def global_positions(like: Tensor, sharding: Sharding, ranks: ParallelContext, s
     return placement.tokens.rank_positions(placement.rank)
 
 
-# ``attention`` where nothing has to see an operator. Not for code that torch.compile sees.
-attention_in_eager = _DifferentiableAttention.apply
+def attention_in_eager(*arguments: Any) -> Any:
+    """``attention`` where nothing has to see an operator, in code that torch.compile does not see."""
+    return _DifferentiableAttention.apply(*arguments)
 
 
 def seen_by_dispatch_mode() -> bool:
