@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -305,7 +306,8 @@ class SupervisedTrainer(PreferenceTrainer):
     pass
 
 
-# Stands for TRL.
+# Stands for TRL, whose installed version is asked for.
+needs_trl = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
 TRL: Any = {
     "trl.trainer.base_trainer": SimpleNamespace(_BaseTrainer=PreferenceTrainer),
     "trl.trainer.sft_trainer": SimpleNamespace(SFTTrainer=SupervisedTrainer),
@@ -336,12 +338,14 @@ def batches_of_trainer(group: ProcessGroup, port: int, fsdp: bool, expected: lis
     return batches
 
 
+@needs_trl
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_trainer_that_needs_batches_per_rank(own: OwnPool, fsdp: bool) -> None:
     expected = one_device(2, "llama", "right")
     assert own.pool.run(2, batches_of_trainer, own.port, fsdp, expected) == [[0, 2, 4], [1, 3, 5]]
 
 
+@needs_trl
 def test_which_trainers_need_batches_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """The classes decide, whatever they are called."""
     trainer = PreferenceTrainer.__new__(PreferenceTrainer)
