@@ -90,7 +90,7 @@ class _Form(NamedTuple):
     room: int
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _form(rows: int, longest: int, *like: Sequence[int]) -> _Form:
     """The form of a message of ``rows`` rows of tensors of the shapes ``like`` (see ``Message``)."""
     parts, numel = [], 0
