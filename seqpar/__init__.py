@@ -11,6 +11,7 @@ from .functional import (
     context_parallel_attention,
     hybrid_attention,
     mask_planner,
+    replay,
     ring_attention,
     ulysses_attention,
 )
@@ -116,6 +117,7 @@ __all__ = [
     "plan",
     "positions",
     "replace_sdpa",
+    "replay",
     "ring_attention",
     "sdpa",
     "shard",

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 
-from .base.checks import check_head_vector, check_inputs, check_int, has_length, no_compile
+from .base.checks import check_bool, check_head_vector, check_inputs, check_int, has_length, no_compile
 from .comm.handshake import Fingerprint, all_gather_header, check_same, fingerprint, propagate_errors
 from .kernels import BackendName
 from .masks.mask import Mask, check_rows
 from .placement.layout import Layout, check_lengths, least_length
 from .placement.strategies import StrategyName
+from .ranks.in_process import Crew
 from .ranks.mesh import sequence_group_of, size_of
 from .schedule.plan import plan_ahead
 from .sharding.arguments import check_sharding, require_layout, sharding_of_one_rank
@@ -28,6 +29,7 @@ from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec, attention_spec
 from .strategies.attend import attend
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
+from .strategies.replay import attend_in_process
 from .strategies.seed import draw_seed
 
 if TYPE_CHECKING:
@@ -309,6 +311,89 @@ def _agree(
     dropout_seed = headers[0].dropout_seed
     joins_backward = any_needs_gradient([header.gradient for header in headers])
     return sharding, dropout_seed, joins_backward
+
+
+def replay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranks: int,
+    strategy: StrategyName = "ring",
+    layout: Layout = "zigzag",
+    mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
+    ranks_per_host: int | None = None,
+    shared_memory: bool = True,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    backend: BackendName = "auto",
+    return_lse: bool = False,
+    dropout_seed: int | None = None,
+    latent_weight: Tensor | None = None,
+    **strategy_options: Unpack[StrategyOptions],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``attention`` of all ranks in this process: the bits that ``ranks`` processes compute, joined.
+
+    Each rank's own program runs, step by step, with the backend that ``attention`` takes on a rank, and a copy for each
+    message. So the result does not differ in a single bit from the results of real ranks of the same version, on the
+    same kind of device and with the same number of threads, if their kernels give the same bits in every run (see
+    ``deterministic``). A difference comes from the inputs, the layout, the messages or the machine. No process group is
+    needed, and none is used.
+
+    Differentiable once. It takes as long as all ranks one after another, and the memory of all of them.
+
+    Args:
+        q: ``[batch, seq, heads, head_dim]``, all tokens.
+        k: ``[batch, seq, kv_heads, head_dim]``, all tokens.
+        v: ``[batch, seq, kv_heads, v_head_dim]``, all tokens.
+        ranks: the number of ranks that the sequence is sharded over.
+        strategy: see ``attention``. For a mesh, pass "hybrid" with ``ulysses_size``.
+        layout: which tokens each rank holds: a name, or the ``layout`` of a ``Sharding``, such as
+            ``Sharding.balanced(mask, seq_len, ranks=4, rank=0).layout``.
+        mask: which keys each query sees, in global positions.
+        ranks_per_host: how many consecutive ranks share a host; by default, all ranks do.
+        shared_memory: whether CPU ranks of a host send messages through shared memory. They do by default;
+            ``seqpar.trace().transports`` says it. It decides the order of some sums.
+        softmax_scale, softcap, sinks, alibi_slopes, dropout_p, deterministic, backend, latent_weight: see
+            ``attention``. The gradients of ``sinks`` and ``latent_weight`` are the sums of the ranks' gradients, in the
+            order of the ranks.
+        return_lse: also return the log-sum-exp of the scores, sinks included.
+        dropout_seed: the seed that the ranks used. It must be given with ``dropout_p``.
+        strategy_options: see ``attention``.
+
+    Returns:
+        ``out [batch, seq, heads, v_head_dim]``, and with ``return_lse`` also ``lse [batch, heads, seq]``, of all tokens
+        in the order of the sequence.
+
+    Raises:
+        TypeError: an argument of the wrong type, or one that says where real ranks are (mesh, group, sharding).
+        ValueError: a wrong value; or the order of a sum is not known: of the gradients of an all-gather between more
+            than three ranks that do not share memory (NCCL and gloo decide it).
+    """
+    for name in ("mesh", "group", "sharding", "seq_len"):
+        if name in strategy_options:
+            raise TypeError(f"{name}: replay has all ranks in one process; pass ranks= and layout= instead")
+    check_int("ranks", ranks, 1)
+    if ranks_per_host is not None:
+        check_int("ranks_per_host", ranks_per_host, 1)
+    check_bool("shared_memory", shared_memory)
+    constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
+    spec = attention_spec(strategy, strategy_options, *constants, replay)
+    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, (q, k, v, sinks, alibi_slopes, latent_weight))
+    seed = None
+    if spec.dropout_p:
+        if dropout_seed is None:
+            raise ValueError(f"dropout_p={dropout_p} without dropout_seed: pass the seed that the ranks used")
+        _check_seed(dropout_seed)
+        seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
+    crew = Crew(ranks, ranks_per_host or ranks, shared_memory)
+    vectors: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "seed": seed, "latent_weight": latent_weight}
+    out, lse = attend_in_process(q, k, v, spec, mask, layout, crew, **vectors)
+    return out if lse is None else (out, lse)
 
 
 def mask_planner(

@@ -32,11 +32,13 @@ from torch import Tensor
 from ..base.checks import DTYPES, check_alike
 from ..masks.mask import Mask
 from ..ranks.calls import check_tag, current, current_tag
+from ..ranks.in_process import RankInProcess
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
 from ..ranks.rendezvous import LONG_WAIT, group_timeout, own_entry, waits_in_vain
 from .collectives import all_gather_single
 from .communicator import communicator
+from .in_process import all_gather_in_process
 from .waiting import call, waiting
 
 Header = TypeVar("Header", bound=tuple[Any, ...])  # a NamedTuple of int, bool, Fingerprint and torch.dtype
@@ -96,6 +98,8 @@ def all_gather_header(make_header: Callable[[], Header], group: Ranks | None) ->
         header = make_header()
     if group is None or group.size() == 1:
         return [header]
+    if isinstance(parent := parent_group(group), RankInProcess):
+        return all_gather_in_process(header, group, parent)
     kind = fingerprint(type(header).__qualname__)
     with _call(group) as number:
         by_rank = _wait(_start([_OK, number, kind, *map(_encode, header)], group), group)

@@ -12,9 +12,11 @@ from torch.distributed import ProcessGroup
 
 from ..placement.placement import Placement
 from ..ranks.calls import Calls, Close, calls_of
+from ..ranks.in_process import RankInProcess
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from . import waiting
 from .communicator import communicator
+from .in_process import InProcessTransport
 from .shared_memory import SharedMemoryTransport, share_messages, shared_memory
 from .trace import count_sent, open_traces, say_transport
 from .waiting import PeerTensor, Pending, start_messages
@@ -58,6 +60,11 @@ class Link(NamedTuple):
     calls: Calls
     generation: int
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether the ranks read one another's messages in shared memory."""
+        return self.memory is not None and self.memory.reads_in_place
+
 
 def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
     """Connect ``ranks`` for messages on ``device``, at the first call. All of them must call this. None for one rank.
@@ -71,11 +78,13 @@ def connect(ranks: Ranks | Link | None, device: torch.device) -> Link | None:
                 "the connections of this call were closed after an error in another call of its ranks; repeat the step"
             )
         for record in open_traces if _sends_messages else ():
-            backend = None if ranks.group is None else ranks.group._get_backend(device)
-            record.transports.add("shared memory" if backend is None else backend.name())
+            backend = None if ranks.group is None else ranks.group._get_backend(device).name()
+            record.transports.add(backend or (ranks.memory or SharedMemoryTransport).name)
         return ranks
     if ranks is None or ranks.size() == 1:
         return None
+    if isinstance(rank := parent_group(ranks), RankInProcess):
+        return Link(ranks, InProcessTransport(ranks, rank, device), None, Calls(rank), 0)
     memory = shared_memory(ranks, device)
     group = communicator(ranks, device) if _sends_messages and memory is None else None
     calls = calls_of(parent_group(ranks))
@@ -115,7 +124,7 @@ class Links(NamedTuple):
     @property
     def share_memory(self) -> bool:
         """Whether the ranks of the ring read one another's messages in shared memory."""
-        return self.within is not None and self.within.memory is not None and self.across is None
+        return self.within is not None and self.within.reads_in_place and self.across is None
 
 
 _NO_LINKS = Links()

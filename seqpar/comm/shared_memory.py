@@ -147,7 +147,14 @@ class SharedMemoryTransport:
         pipes: the descriptors of a pipe from each rank, and of a pipe to each rank.
         descriptors: all descriptors, which the transport closes.
         timeout: how long a wait may take.
+
+    Attributes:
+        name: in a ``Trace``.
+        reads_in_place: whether messages are read in the memory to which the sender has written them.
     """
+
+    name = "shared memory"
+    reads_in_place = True
 
     def __init__(
         self,

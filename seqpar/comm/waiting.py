@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from ..base.cache import is_captured
 from ..ranks.calls import MESSAGES_FAILED, calls_of, check_tag, current, current_tag
+from ..ranks.in_process import RankInProcess
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
 from ..ranks.rendezvous import (
@@ -92,7 +93,7 @@ def call(ranks: Ranks | None, name: str, *what: int, goes_on: bool = False) -> A
 
     ``goes_on``: the block is a further part of their last call.
     """
-    if ranks is None or ranks.size() == 1:
+    if ranks is None or ranks.size() == 1 or isinstance(parent_group(ranks), RankInProcess):
         return nullcontext()
     if torch.cuda.is_initialized() and is_captured():
         raise RuntimeError(

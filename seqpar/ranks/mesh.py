@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..base.checks import check_int
 from ..base.settings import check_settings, text
 from .calls import begin_again
+from .in_process import RankInProcess
 from .processes import check_own_process
 from .rendezvous import group_timeout, is_simulated, store_all_gather
 from .startup import check_alone, check_timeout, start_process_group, started_ranks
@@ -185,12 +186,9 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
     ``init_mesh`` records the host of every rank. If it has not been called, the first call with these ranks is
     collective: all of them must make it.
     """
-    members = global_ranks(group)
-    if is_simulated():  # one process acts as a rank of many: hosts have LOCAL_WORLD_SIZE ranks, as under torchrun
-        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return _ranks_of_equal([str(rank // per_host) for rank in members])
-    hosts = _known_hosts(members)
+    hosts = _known_hosts(group)
     if hosts is None:
+        members = global_ranks(group)
         timeout = group_timeout(parent_group(group))
         hosts = tuple(store_all_gather("the hosts of a group", members, host_name(), timeout))
         assert dist.group.WORLD is not None
@@ -201,7 +199,7 @@ def ranks_by_host(group: Ranks) -> tuple[tuple[int, ...], ...]:
 def known_per_host(group: ProcessGroup | None) -> int:
     """How many consecutive ranks of ``group`` share a host: 1 if they are irregular, all as long as the hosts are not
     known. The same on every rank. Never communicates."""
-    if group is None or not (_known_hosts(global_ranks(group)) or is_simulated()):
+    if group is None or not _known_hosts(group):
         return size_of(group)
     hosts = ranks_by_host(group)
     per_host = ranks_per_host(hosts)
@@ -210,14 +208,19 @@ def known_per_host(group: ProcessGroup | None) -> int:
 
 def ranks_on_other_hosts(group: Ranks) -> frozenset[int]:
     """The ranks of ``group`` on other hosts than this one. Empty as long as the hosts are not known."""
-    if not is_simulated() and _known_hosts(global_ranks(group)) is None:
+    if _known_hosts(group) is None:
         return frozenset()
     this_host = next(ranks for ranks in ranks_by_host(group) if group.rank() in ranks)
     return frozenset(range(group.size())).difference(this_host)
 
 
-def _known_hosts(members: tuple[int, ...]) -> tuple[str, ...] | None:
-    """The host of each of the global ranks; None before ``init_mesh`` and the first ``ranks_by_host`` of these."""
+def _known_hosts(group: Ranks) -> tuple[str, ...] | None:
+    """The host of each of the ranks; None before ``init_mesh`` and the first ``ranks_by_host`` of these."""
+    members, parent = global_ranks(group), parent_group(group)
+    if isinstance(parent, RankInProcess):
+        return tuple(str(rank // parent.crew.per_host) for rank in members)
+    if is_simulated():  # one process acts as a rank of many: hosts have LOCAL_WORLD_SIZE ranks, as under torchrun
+        return tuple(str(rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) for rank in members)
     world = dist.group.WORLD
     assert world is not None
     hosts = _hosts.setdefault(world, {})
@@ -429,8 +432,11 @@ def parent_group(ranks: Ranks) -> ProcessGroup:
 
 def global_ranks(ranks: Ranks) -> tuple[int, ...]:
     """The ranks of ``ranks`` as ranks of the default group, in the order of ``ranks``."""
+    parent = parent_group(ranks)
+    if isinstance(parent, RankInProcess):
+        return ranks.ranks if isinstance(ranks, Subgroup) else tuple(range(parent.size()))
     try:
-        of_parent = dist.get_process_group_ranks(parent_group(ranks))
+        of_parent = dist.get_process_group_ranks(parent)
     except KeyError:
         raise ValueError(
             "group: its process group has been destroyed (destroy_process_group); make the mesh, the group and the "

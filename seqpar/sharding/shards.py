@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ..base.checks import check_dense, check_int
 from ..comm.collectives import all_gather, sum_shards
 from ..comm.waiting import operation
-from ..placement.layout import TokenLayout, shard_ranges
+from ..placement.layout import TokenLayout, shard_length, shard_ranges
 
 
 def _along(dim: int, positions: range) -> tuple[slice, ...]:
@@ -29,14 +29,18 @@ def local_shard(x: Tensor, dim: int, tokens: TokenLayout, rank: int) -> Tensor:
 
 @operation("unshard")
 def _all_gather_shards(x_local: Tensor, dim: int, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
-    ranges = [shard_ranges(tokens.seq_len, tokens.ranks, rank, tokens.layout) for rank in range(tokens.ranks)]
-    lengths = [sum(map(len, of_rank)) for of_rank in ranges]
-    by_rank = all_gather(x_local, lengths, dim, group)  # in the order of the ranks
+    lengths = [shard_length(tokens.seq_len, tokens.ranks, rank, tokens.layout) for rank in range(tokens.ranks)]
+    return in_order(all_gather(x_local, lengths, dim, group), dim, tokens)
+
+
+def in_order(by_rank: Tensor, dim: int, tokens: TokenLayout) -> Tensor:
+    """The full tensor, contiguous, from the shards one after another in the order of the ranks."""
     if tokens.layout == "contiguous":  # already in the order of the sequence
         return by_rank.contiguous()
     full = torch.empty_like(by_rank, memory_format=torch.contiguous_format)
     # Slices instead of an index of all tokens, because copying an index to the GPU would make the host wait.
     start = 0
+    ranges = [shard_ranges(tokens.seq_len, tokens.ranks, rank, tokens.layout) for rank in range(tokens.ranks)]
     for r in chain.from_iterable(ranges):
         full[_along(dim, r)] = by_rank.narrow(dim, start, len(r))
         start += len(r)

@@ -54,6 +54,7 @@ class AttentionCall:
         score: how scores are computed, for all of ``heads``.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
+            None: messages are sent from the stream of the kernels.
         errors: the errors of kernels. See ``raise_error``.
         kept: what later calls of the same kind use again: programs, and the choice of a backend.
     """
@@ -64,7 +65,7 @@ class AttentionCall:
     heads: Heads
     score: Score
     latent: LatentKeys | None = None
-    kv_ready: ReadyEvents = field(default_factory=ReadyEvents, repr=False)
+    kv_ready: ReadyEvents | None = field(default_factory=ReadyEvents, repr=False)
     errors: list[Exception] = field(default_factory=list, repr=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
 

@@ -266,7 +266,7 @@ class HeadExchange:
     def _sent(self, parts: list[ShardHeads]) -> list[ShardHeads]:
         """The parts with what is sent. In shared memory, a rank's own heads of its own tokens are copied to their place
         instead."""
-        if self.link is None or self.link.memory is None or not sends_messages():
+        if self.link is None or not self.link.reads_in_place or not sends_messages():
             return parts
         return [(x, slices.without(self.rank)) for x, slices in parts]
 
@@ -332,7 +332,7 @@ def head_exchange(
     """The all-to-all around the ring, if more than one rank takes part in it. ``q_shape`` is ``[b, s, h, d]``."""
     if placement.ulysses is None or (link := links_of(placement, device).ulysses) is None:
         return None
-    chunks = 1 if link.memory is not None else chunk_limit(placement.tokens, q_shape, device.type)
+    chunks = 1 if link.reads_in_place else chunk_limit(placement.tokens, q_shape, device.type)
     return head_exchange_of(placement, heads, chunks, link)
 
 

@@ -27,15 +27,22 @@ class Transfers:
         steps: the steps of the program.
         transport: sends the messages.
         k, v: this rank's keys and values.
-        ready: when they can be sent.
+        ready: when they can be sent; None: they are sent from the stream of the kernels.
         frees_first: whether messages posted before a step may use the memory of the step before, after its kernel.
     """
 
     def __init__(
-        self, steps: Sequence[Step], transport: Transport, k: Tensor, v: Tensor, ready: ReadyEvents, frees_first: bool
+        self,
+        steps: Sequence[Step],
+        transport: Transport,
+        k: Tensor,
+        v: Tensor,
+        ready: ReadyEvents | None,
+        frees_first: bool,
     ) -> None:
         self._steps, self._transport, self._kv, self._frees_first = steps, transport, (k, v), frees_first
-        self._stream = TransferStream((k, v), ready) if len(steps) > 1 and k.device.type != "cpu" else None
+        on_stream = ready is not None and len(steps) > 1 and k.device.type != "cpu"
+        self._stream = TransferStream((k, v), ready) if on_stream else None
         self._local: dict[int, KeyValues] = {}  # this rank's rows, by chunk of heads
         self._intra_host: deque[Callable[[], KV]] = deque()
         self._inter_host: deque[Callable[[], Any]] = deque()

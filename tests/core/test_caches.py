@@ -406,6 +406,7 @@ KEPT: dict[str, str] = {
     "planner.splits": "_balanced_layout",
     "planner.step": "StepCost._passes",
     "ranks.calls": "Calls.connections Calls.works Calls.greeted current _calls",
+    "ranks.in_process": "Crew._messages Crew._wanted",
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
     "ranks.rendezvous": "waits_in_vain",
