@@ -31,6 +31,7 @@ from .layers import (
     token_loss,
 )
 from .masks.mask import Mask
+from .masks.rules import tree_positions
 from .placement.layout import Assigned
 from .ranks.mesh import init_mesh
 from .scaled_dot_product import replace_sdpa, sdpa
@@ -126,6 +127,7 @@ __all__ = [
     "tiled_loss",
     "token_loss",
     "trace",
+    "tree_positions",
     "ulysses_attention",
     "unshard",
     "verify",

@@ -12,7 +12,7 @@ d head_dim of q and k, e head_dim of v.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -348,22 +348,25 @@ def _key_intervals(
     device: torch.device,
     with_positions: bool,
     shared: Shared,
-) -> KeyIntervals | None:
-    """The interval of the cached keys at ``positions`` [cached] that each query sees, each query ``repeats`` times.
+) -> Sequence[KeyIntervals]:
+    """The intervals of the cached keys at ``positions`` [cached] that each query sees, each query ``repeats`` times.
 
-    None if no query sees a key. It holds the keys' positions only ``with_positions``. Layers with equal masks share the
-    result.
+    None if no query sees a key. They hold the keys' positions only ``with_positions``. Layers with equal masks share
+    the result.
     """
     # Each layer caches a suffix of the same positions. The number of positions therefore determines them.
     key = mask, queries, repeats, len(positions), device, with_positions
     if key not in shared:
         rows = torch.arange(queries.start, queries.stop, device="cpu").repeat_interleave(repeats)
-        lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in mask.intervals(rows))
-        is_empty = not bool((lo < hi).any())
-        k_positions = positions if with_positions else rows  # which nothing reads
-        shared[key] = None if is_empty else KeyIntervals(lo, hi, rows.int(), k_positions.int()).to(device)
-    found: KeyIntervals | None = shared[key]
-    return found
+        k_positions = (positions if with_positions else rows).int()  # which nothing reads without
+        found: list[KeyIntervals] = []
+        for ends in mask.interval_sets(rows):
+            lo, hi = (torch.searchsorted(positions, torch.atleast_2d(x)).int() for x in ends)
+            if bool((lo < hi).any()):
+                found.append(KeyIntervals(lo, hi, rows.int(), k_positions).to(device))
+        shared[key] = found
+    kept: Sequence[KeyIntervals] = shared[key]
+    return kept
 
 
 def _choice(backend: str, q: Tensor, k: Tensor, v: Tensor, score: Score, g: int, shared: Shared) -> BackendChoice:

@@ -148,7 +148,7 @@ def sdpa(
 
 def _with_causal(mask: Mask) -> Mask | None:
     """``mask`` for a call with ``is_causal``; None if it would take away keys that the mask adds."""
-    if any(isinstance(rule, PrefixLM | CausalBlocks) for rule in mask.rules):
+    if mask.branches or any(isinstance(rule, PrefixLM | CausalBlocks) for rule in mask.rules):
         return None
     return _CAUSAL if mask is _FULL else mask & _CAUSAL
 
@@ -256,7 +256,8 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
     Args:
         sharding: how the tokens are sharded.
         mask: which keys each query sees, for all calls. By default, a call says ``is_causal`` or sees all tokens. With
-            a mask, ``is_causal=True`` restricts it to causal pairs, which is refused for prefix_lm and blocks.
+            a mask, ``is_causal=True`` restricts it to causal pairs, which is refused for prefix_lm, blocks and masks
+            with several intervals of keys for a query.
         whole_keys: the lengths of keys that every rank holds in full, such as the text of a cross-attention. PyTorch
             computes attention over these keys on each rank.
         modules: what the calls inside of each attention module are. "sequence": attention over the sequence, under
@@ -375,8 +376,8 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
         mask = masks[1] if call.is_causal else masks[0]  # torch.compile of torch 2.11 takes no bool as an index
         if mask is None:
             raise ValueError(
-                "is_causal=True: it would take away the later keys that the mask of replace_sdpa (prefix_lm, blocks) "
-                "lets tokens see; let the model call its attention without is_causal"
+                "is_causal=True: it would take away later keys that the mask of replace_sdpa (prefix_lm, blocks, a "
+                "union) may let tokens see; let the model call its attention without is_causal"
             )
         self.calls += 1
         return sdpa(

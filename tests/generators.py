@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from seqpar import Mask
@@ -17,13 +19,33 @@ def boundaries(draw: st.DrawFn, seq_len: int, padding: bool) -> tuple[int, ...]:
 
 
 @st.composite
+def trees(draw: st.DrawFn, seq_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The parents and lengths of a tree, whose segments may be empty."""
+    parents, path = list[int](), list[int]()
+    for i, up in enumerate(draw(st.lists(st.integers(0, 3), min_size=1, max_size=8))):
+        path = path[: max(0, len(path) - up)]
+        parents.append(path[-1] if path else -1)
+        path.append(i)
+    edges = sorted(draw(st.lists(st.integers(0, seq_len), min_size=len(parents) - 1, max_size=len(parents) - 1)))
+    return tuple(parents), tuple(b - a for a, b in pairwise((0, *edges, seq_len)))
+
+
+@st.composite
 def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
     """Any rule. With ``rows > 1``, its arguments may differ between the ``rows`` batch rows."""
 
     def per_row(one: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
         return st.one_of(one, st.tuples(*[one] * rows)) if rows > 1 else one
 
-    name = draw(st.sampled_from(["full", "causal", "sliding_window", "documents", "prefix_lm", "chunked", "padding"]))
+    names = ["full", "causal", "sliding_window", "documents", "prefix_lm", "chunked", "padding", "tree", "any_of"]
+    name = draw(st.sampled_from(names))
+    if name == "any_of":
+        of_one = st.lists(rules(seq_len, rows), min_size=1, max_size=2).map(tuple)
+        return Rule(name, (draw(of_one), draw(st.one_of(of_one, st.just((Rule("global_tokens", (2,)),))))))
+    if name == "tree":
+        if seq_len % 2 == 0 and draw(st.booleans()):
+            return Rule("block_diffusion", (seq_len // 2, draw(st.integers(1, seq_len))))
+        return Rule(name, draw(trees(seq_len)))
     if name == "sliding_window":
         return Rule(name, (draw(st.integers(-1, seq_len)), draw(st.integers(-1, seq_len))))
     if name == "documents":

@@ -149,6 +149,12 @@ RULES: tuple[Rules, ...] = (
     (Rule("chunked", (11, False)),),
     (Rule("documents", ((0, 17, 44), True, True)), Rule("sliding_window", (6, 0))),
     (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
+    # Several intervals of keys for a query.
+    (Rule("tree", ((-1, 0, 0, 2, 2, 0, -1), (11, 9, 5, 6, 0, 13, 6))),),
+    (Rule("block_diffusion", (25, 7)),),
+    (Rule("any_of", ((Rule("sliding_window", (6, 2)),), (Rule("global_tokens", (3,)),))),),
+    (Rule("any_of", ((Rule("documents", ((0, 20, 50), True)),), (Rule("padding", (4, 31)),))), Rule("causal")),
+    (Rule("any_of", ((Rule("documents", (((0, 9, 50), (0, 24, 50)), True)),), (Rule("global_tokens", (2,)),))),),
 )
 
 # Masks that depend on the data of a batch: chunks that start at documents, padding, and blocks of images.
@@ -160,6 +166,7 @@ BATCH_RULES: tuple[Rules, ...] = (
     (Rule("causal", (((3, 9), (9, 14), (30, 60)),)), Rule("sliding_window", (12, -1))),
     (Rule("causal", ((((5, 21),), ()),)),),  # two batch rows, one without blocks
     (Rule("causal", (((0, 13), (20, 26)), 8)),),  # a window that does not end inside blocks
+    (Rule("tree", (((-1, 0, 0), (-1, -1, 1)), ((20, 9, 21), (7, 12, 15)), True)), Rule("sliding_window", (24, 0))),
 )
 
 # (heads, kv_heads): equal numbers, groups, one KV head, fewer KV heads than ranks, and numbers that no number of ranks

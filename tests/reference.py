@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -159,11 +160,15 @@ class Rule:
     args: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
+        if self.name == "any_of":
+            return "|".join(map(rules_id, self.args))
         args = str(self.args).removesuffix(",)").removesuffix(")").removeprefix("(")
         return f"{self.name}({args})".replace(" ", "").removesuffix("()")
 
     def mask(self) -> Mask:
         """The package's mask."""
+        if self.name == "any_of":
+            return reduce(or_, map(combined_mask, self.args))
         made = getattr(Mask, self.name)(*self.args)
         assert isinstance(made, Mask)
         return made
@@ -188,6 +193,27 @@ class Rule:
             return (j <= i) | (j < (prefix[row] if isinstance(prefix, tuple) else prefix))
         if self.name == "padding":
             return _together(i, j, [[x[row] if isinstance(x, tuple) else x for x in self.args]])
+        if self.name == "any_of":
+            return np.logical_or.reduce([visible(rules, i, j, row) for rules in self.args])
+        if self.name == "global_tokens":
+            return ((i < self.args[0]) | (j < self.args[0])) & (i >= 0) & (j >= 0)
+        if self.name == "tree":
+            parents, lengths, *_ = ((x[row] if self.rows > 1 else x) if isinstance(x, tuple) else x for x in self.args)
+            edges = np.cumsum((0, *lengths))
+            found = (i < 0) & (j < 0)
+            for segment in range(len(parents)):
+                mine = (edges[segment] <= i) & (i < edges[segment + 1]) & (j <= i)
+                seen = segment
+                while seen >= 0:
+                    found = found | (mine & (edges[seen] <= j) & (j < edges[seen + 1]))
+                    seen = parents[seen]
+            return found
+        if self.name == "block_diffusion":
+            clean_len, size = self.args
+            q_block, k_block = i % clean_len // size, j % clean_len // size
+            clean_key, noisy = (j < clean_len) & (i >= 0), i >= clean_len
+            seen = (clean_key & (k_block + noisy <= q_block)) | (noisy & ~clean_key & (k_block == q_block))
+            return seen & (i < 2 * clean_len) & (j < 2 * clean_len)
         assert self.name == "chunked"
         size, causal, *starts = self.args
         rows = starts[0] if starts else ()
@@ -205,8 +231,28 @@ class Rule:
         """The rule for a sequence of ``seq_len`` tokens.
 
         The boundaries of documents are changed so that the last document ends with the sequence, or before its end if
-        padding is allowed. Blocks end with the sequence.
+        padding is allowed. Blocks end with the sequence, and so does the last segment of a tree. Block
+        diffusion has an even length; for another one the rule is a tree of one segment.
         """
+        if self.name == "any_of":
+            return replace(self, args=tuple(fitted(rules, seq_len) for rules in self.args))
+        if self.name == "block_diffusion":
+            size = self.args[1]
+            if seq_len % 2 or not seq_len:
+                return Rule("tree", ((-1,), (seq_len,)))
+            return replace(self, args=(seq_len // 2, size))
+        if self.name == "tree":
+            parents, lengths, *padding = self.args
+
+            def ends(row: tuple[int, ...]) -> tuple[int, ...]:
+                edges = [min(edge, seq_len) for edge in np.cumsum((0, *row)).tolist()]
+                if padding != [True]:
+                    edges[-1] = seq_len
+                return tuple(b - a for a, b in pairwise(edges))
+
+            return replace(
+                self, args=(parents, tuple(map(ends, lengths)) if self.rows > 1 else ends(lengths), *padding)
+            )
         if self.name == "causal" and self.args:
 
             def cut(row: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
@@ -230,12 +276,14 @@ class Rule:
     @property
     def rows(self) -> int:
         """The number of batch rows for which the rule has its own arguments; 1 if all rows share them."""
+        if self.name == "any_of":
+            return max(map(rows_of, self.args))
         if self.name in ("prefix_lm", "padding"):
             return max((len(x) for x in self.args if isinstance(x, tuple)), default=1)
         if self.name == "causal":
             blocks = self.args[0] if self.args else ()
             return len(blocks) if any(not row or isinstance(row[0], tuple) for row in blocks) else 1
-        nested: Any = {"documents": self.args[:1], "chunked": self.args[2:]}.get(self.name, ())
+        nested: Any = {"documents": self.args[:1], "tree": self.args[:1], "chunked": self.args[2:]}.get(self.name, ())
         return len(nested[0]) if nested and nested[0] and isinstance(nested[0][0], tuple) else 1
 
 
@@ -249,6 +297,11 @@ def _together(i: Positions, j: Positions, blocks: Iterable[Sequence[int]]) -> An
     for start, stop in blocks:
         found = found | ((start <= i) & (i < stop) & (start <= j) & (j < stop))
     return found
+
+
+def visible(rules: Rules, i: Positions, j: Positions, row: int) -> Any:
+    """Whether the queries at positions ``i`` see the keys at positions ``j`` in batch row ``row`` under all rules."""
+    return np.logical_and.reduce([rule.sees(i, j, row) for rule in rules])
 
 
 def rules_id(rules: Rules) -> str:
@@ -278,7 +331,7 @@ def combined_mask(rules: Rules) -> Mask:
 def visible_pairs(rules: Rules, seq_len: int) -> Tensor:
     """Whether each query sees each key under all of the rules: bool ``[rows, seq_len, seq_len]``."""
     i, j = np.arange(seq_len)[:, None], np.arange(seq_len)[None]
-    rows = [np.logical_and.reduce([rule.sees(i, j, row) for rule in rules]) for row in range(rows_of(rules))]
+    rows = [np.broadcast_to(visible(rules, i, j, row), (seq_len, seq_len)) for row in range(rows_of(rules))]
     return torch.from_numpy(np.stack(rows))
 
 

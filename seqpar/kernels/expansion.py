@@ -72,39 +72,54 @@ class RepeatedHeads:
 
 
 class ExpandedKV:
-    """A backend with keys and values that are expanded before each call, some heads at a time."""
+    """A backend with keys and values that are expanded in each step, some heads at a time.
+
+    It takes the intervals of all parts of the mask: the keys and values are expanded once for them.
+    """
 
     def __init__(self, backend: Backend, expansion: Expansion) -> None:
-        self.name, self.deterministic, self.reads_delta = backend.name, backend.deterministic, backend.reads_delta
+        self.reads_delta = backend.reads_delta
         self._backend, self._expansion = backend, expansion
 
-    def unavailable(self) -> str | None:
-        return self._backend.unavailable()
-
-    def unsupported(
-        self, q: Tensor, k: Tensor, score: Score, *, lse_gradient: bool, v_head_dim: int | None = None
-    ) -> str | None:
-        return self._backend.unsupported(q, k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
-
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        parts: Sequence[KeyIntervals],
+        score: Score,
+        carry: Carry | None,
+        last: bool,
     ) -> Carry:
-        blocks = self._expansion.blocks(k)
-        if len(blocks) == 1:
-            expanded = self._expansion.expand(k, v, blocks[0])
-            return self._backend.forward(q, *expanded, intervals, score, carry, last)
-        results = []
+        """As ``Backend.forward``, for one or more intervals without a key in common."""
+        blocks, results = self._expansion.blocks(k), list[Carry]()
         for heads in blocks:
-            at = slice(heads.start, heads.stop)
-            of_heads = None if carry is None else (carry[0][:, :, at].contiguous(), carry[1][:, at].contiguous())
+            block_q, block_score, of_heads = q, score, carry
+            if len(blocks) > 1:
+                at, block_score = slice(heads.start, heads.stop), score.heads(heads.start, heads.stop)
+                block_q = q[:, :, at]
+                of_heads = None if carry is None else (carry[0][:, :, at].contiguous(), carry[1][:, at].contiguous())
             expanded = self._expansion.expand(k, v, heads)
-            some = score.heads(heads.start, heads.stop)
-            results.append(self._backend.forward(q[:, :, at], *expanded, intervals, some, of_heads, last))
+            for i, intervals in enumerate(parts, 1):
+                ends = last and i == len(parts)
+                of_heads = self._backend.forward(block_q, *expanded, intervals, block_score, of_heads, ends)
+            assert of_heads is not None
+            results.append(of_heads)
+        if len(results) == 1:
+            return results[0]
         return torch.cat([acc for acc, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
     def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        output: OutputGrad,
+        parts: Sequence[KeyIntervals],
+        score: Score,
+        grads: Grads,
     ) -> None:
+        """As ``Backend.backward``, for one or more intervals without a key in common."""
         dq, dk, dv = grads.make(q, k, v)
         if grads.new_dkv:
             dk.zero_()
@@ -119,14 +134,15 @@ class ExpandedKV:
                 output.lse[:, at],
                 None if output.delta is None else output.delta[:, at],
             )
-            self._backend.backward(
-                q[:, :, at],
-                block_k,
-                block_v,
-                of_heads,
-                intervals,
-                score.heads(heads.start, heads.stop),
-                Grads(dq[:, :, at], block_dk, block_dv, grads.new_dq, new_dkv=True),
-            )
+            for i, intervals in enumerate(parts):
+                self._backend.backward(
+                    q[:, :, at],
+                    block_k,
+                    block_v,
+                    of_heads,
+                    intervals,
+                    score.heads(heads.start, heads.stop),
+                    Grads(dq[:, :, at], block_dk, block_dv, grads.new_dq and not i, new_dkv=not i),
+                )
             del block_k, block_v
             self._expansion.add_gradients(k, v, block_dk, block_dv, heads, dk, dv)

@@ -1,10 +1,11 @@
-"""Masks as one interval of visible keys per query.
+"""Masks as intervals of visible keys, for most masks one for each query.
 
-Every mask here has the same form: the query at global position ``i`` sees the keys at global positions
+Most masks have the same form: the query at global position ``i`` sees the keys at global positions
 ``lo(i) <= j < hi(i)``, and neither ``lo`` nor ``hi`` ever decreases in ``i``. Full, causal, sliding-window,
 packed-document, prefix-LM, chunked and padded attention have this form, and so does every intersection of them.
 A mask therefore needs two integers per query instead of a row of a dense matrix. ``runs.py`` describes them by even
-fewer:
+fewer. A union, a tree or block diffusion consists of a few *parts* of this form that are disjoint: attention computes
+them one after another.
 
     documents [0, 3, 5] & sliding_window(1)
 
@@ -24,8 +25,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
-from operator import and_
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -34,20 +35,27 @@ from torch import Tensor
 from ..base.checks import check_bool, check_int
 from ..base.compile_types import Opaque, register_reference_type
 from .rules import (
+    AnyOf,
+    BlockDiffusion,
     CausalBlocks,
     Chunked,
     Documents,
+    GlobalTokens,
     Padding,
     PrefixLM,
     Rule,
     SlidingWindow,
+    Tree,
     batch_rows,
     causal_blocks,
+    described,
     document_boundaries,
     ints,
+    parts_of,
     short,
+    tree_rows,
 )
-from .runs import EVERYTHING, UNBOUNDED, Interval, Runs
+from .runs import NOTHING, UNBOUNDED, Interval, Runs
 
 _CACHED_LENGTHS = 8
 # Of a picture: the cells along a side, the most tokens, and cells of which no, some and all pairs are visible.
@@ -59,7 +67,7 @@ _EMPTY, _PART, _FULL = "·▪■"
 @register_reference_type(lambda mask: [mask.is_local], reads=["is_local"])
 @dataclass(frozen=True)
 class Mask(Opaque):
-    """Which keys each query sees. Make masks with the constructors below and combine them with ``&``.
+    """Which keys each query sees. Make masks with the constructors below and combine them with ``&`` and ``|``.
 
     A mask is immutable, hashable and comparable. It holds no tensors and does not depend on how the sequence is
     sharded. Positions are always *global*. ``print`` draws a mask; its ``repr`` is the code that makes it.
@@ -70,7 +78,7 @@ class Mask(Opaque):
 
     rules: tuple[Rule, ...] = ()
     _hash: int = field(init=False, repr=False, compare=False)
-    _runs: dict[int, tuple[Runs, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _parts: dict[int, tuple[tuple[Runs, ...], ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
     # Plans and layer masks that have been computed from this mask. They are freed and pickled together with it.
     plans: dict[Any, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -82,7 +90,7 @@ class Mask(Opaque):
         return self._hash
 
     def __repr__(self) -> str:
-        return " & ".join(f"Mask.{rule.constructor}" for rule in self.rules) or "Mask.full()"
+        return described(self.rules)
 
     def __str__(self) -> str:
         """The constructors, and a picture of what the queries of the first batch row see."""
@@ -91,8 +99,9 @@ class Mask(Opaque):
         positions = torch.arange(_CELLS * side, device="cpu")
         first, drawn = positions[::side], []  # the first key of each cell
         for queries in positions.split(side):
-            lo, hi = (torch.atleast_2d(x)[0, :, None] for x in self.intervals(queries))  # [side, 1]
-            pairs = (hi.minimum(first + side) - lo.maximum(first)).clamp(min=0).sum(0)  # visible ones, [cells]
+            pairs = torch.zeros(_CELLS, dtype=torch.int64, device="cpu")  # visible ones
+            for lo, hi in ((torch.atleast_2d(x)[0, :, None] for x in ends) for ends in self.interval_sets(queries)):
+                pairs += (hi.minimum(first + side) - lo.maximum(first)).clamp(min=0).sum(0)
             drawn.append(" ".join(_EMPTY if x == 0 else _FULL if x == side**2 else _PART for x in pairs.tolist()))
         name = repr(self) if len(repr(self)) <= 100 else f"{repr(self)[:97]}..."
         of_cells = f"; {side:,} tokens a cell, {_FULL} all, {_PART} some" if side > 1 else ""
@@ -234,13 +243,96 @@ class Mask(Opaque):
                 raise ValueError(f"padding: start {start}, stop {stop}; expected 0 <= start <= stop")
         return Mask((Padding(begin, end),))
 
+    @staticmethod
+    def global_tokens(n: int) -> Mask:
+        """The first ``n`` tokens see all keys, and all queries see them. Other queries see nothing else.
+
+        A part of a union: ``Mask.sliding_window(255, 255) | Mask.global_tokens(4)`` is a window with global tokens, as
+        in Longformer; ``(Mask.sliding_window(255) | Mask.global_tokens(4)) & Mask.causal()`` a causal window that keeps
+        the first keys.
+
+        Args:
+            n: the number of global tokens.
+
+        Raises:
+            TypeError: ``n`` is not an int.
+            ValueError: ``n`` is below 1.
+        """
+        check_int("global_tokens n", n)
+        if n < 1:
+            raise ValueError(f"global_tokens n={n}: give at least 1 token")
+        return Mask((GlobalTokens(n),))
+
+    @staticmethod
+    def tree(parents: Any, lengths: Any, padding: bool = False) -> Mask:
+        """A tree of segments: a token sees its own segment causally, and the segments of all ancestors.
+
+        A prompt and its answers are such a tree, ``Mask.tree([-1, 0, 0], [100, 20, 30])``, and so are the branches of
+        an agent's episode. The segments lie depth first: each one directly behind its parent, or behind the branches of
+        its elder siblings. ``seqpar.tree_positions`` has the positions for rotary embeddings.
+
+        Args:
+            parents: for each segment the number of its parent, an earlier segment; -1 for a root. A sequence of ints or
+                an integer tensor, or a list of those, one for each batch row.
+            lengths: the tokens of each segment, likewise.
+            padding: whether the sequence may be longer. Tokens after the last segment are padding: they see nothing and
+                no query sees them.
+
+        Raises:
+            TypeError: the parents or lengths are not integers, or ``padding`` is not a bool.
+            ValueError: the segments do not lie depth first, or a query would see too many intervals of keys.
+        """
+        check_bool("tree padding", padding)
+        return Mask((Tree(*tree_rows(parents, lengths), padding),))
+
+    @staticmethod
+    def block_diffusion(clean_len: int, block_size: int) -> Mask:
+        """The mask of block diffusion, for ``clean_len`` clean tokens followed by as many noisy ones.
+
+        Both halves are divided into blocks. A clean token sees the clean blocks up to its own; a noisy token sees the
+        clean blocks before its own, and its own noisy block (Arriola et al., "Block Diffusion", 2025).
+
+        Args:
+            clean_len: half of the sequence's tokens.
+            block_size: tokens in a block. The last block may be smaller.
+
+        Raises:
+            TypeError: an argument is not an int.
+            ValueError: an argument is below 1.
+        """
+        for name, value in (("clean_len", clean_len), ("block_size", block_size)):
+            check_int(f"block_diffusion {name}", value)
+            if value < 1:
+                raise ValueError(f"block_diffusion {name}={value}: give at least 1 token")
+        return Mask((BlockDiffusion(clean_len, block_size),))
+
+    def __or__(self, other: Mask) -> Mask:
+        """A query sees the keys that it sees under one of the masks or under both.
+
+        Attention computes a union as a few parts that are disjoint, in each of which a query sees one interval of keys.
+        A union that needs more than 16 parts raises a ValueError where it is used with a sequence.
+        """
+        if not isinstance(other, Mask):
+            return NotImplemented
+        self._check_combined(other)
+        masks: tuple[tuple[Rule, ...], ...] = ()
+        for mask in (self, other):
+            rules = mask.rules
+            masks += rules[0].masks if len(rules) == 1 and isinstance(rules[0], AnyOf) else (rules,)
+        if () in masks:
+            return Mask()
+        masks = tuple(dict.fromkeys(masks))
+        return Mask((AnyOf(masks),)) if len(masks) > 1 else Mask(masks[0])
+
+    def _check_combined(self, other: Mask) -> None:
+        if len({m.batch for m in (self, other) if m.batch > 1}) > 1:
+            raise ValueError(f"masks for {self.batch} and {other.batch} batch rows cannot be combined")
+
     def __and__(self, other: Mask) -> Mask:
         """A query sees the keys that it sees under both masks."""
         if not isinstance(other, Mask):
             return NotImplemented
-        sizes = {m.batch for m in (self, other) if m.batch > 1}
-        if len(sizes) > 1:
-            raise ValueError(f"masks for {self.batch} and {other.batch} batch rows cannot be combined")
+        self._check_combined(other)
         return Mask(self.rules + tuple(rule for rule in other.rules if rule not in self.rules))
 
     @cached_property
@@ -272,6 +364,11 @@ class Mask(Opaque):
         """Whether most queries see only keys nearby, because of a window, chunks or packed documents."""
         return any(rule.is_local for rule in self.rules)
 
+    @property
+    def branches(self) -> bool:
+        """Whether queries may see several intervals of keys: a union, a tree, global tokens, block diffusion."""
+        return any(rule.branches for rule in self.rules)
+
     def check_length(self, seq_len: int) -> None:
         """Check that the mask fits a sequence of ``seq_len`` tokens. Attention calls it.
 
@@ -294,27 +391,58 @@ class Mask(Opaque):
 
         Raises:
             TypeError: ``positions`` is not an integer tensor.
+            ValueError: a query sees several intervals of keys, which ``interval_sets`` returns.
+        """
+        sets = self.interval_sets(positions)
+        if len(sets) > 1:
+            raise ValueError(
+                f"mask: queries see up to {len(sets)} intervals of keys under {repr(self)[:80]}; call "
+                "mask.interval_sets(positions) where several are possible"
+            )
+        return sets[0]
+
+    def interval_sets(self, positions: Tensor) -> list[Interval]:
+        """The visible keys of the queries at ``positions``, for a mask whose queries may see several intervals.
+
+        Args:
+            positions: int64 ``[n]``, global positions.
+
+        Returns:
+            One or more pairs ``(lo, hi)`` as ``intervals`` returns them. A query sees the keys of all pairs, which have
+            no key in common; in some pairs it may see nothing. Neither ``lo`` nor ``hi`` decreases along the positions.
+
+        Raises:
+            TypeError: ``positions`` is not an integer tensor.
+            ValueError: the mask needs too many intervals.
         """
         if not isinstance(positions, Tensor) or positions.is_floating_point() or positions.dtype == torch.bool:
             got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
             raise TypeError(f"positions: expected an integer tensor [n], got {got}")
         seq_len = int(positions.max()) + 1 if positions.numel() else 0
-        rows = [runs.at(positions) for runs in self.runs(seq_len)]
-        if len(rows) == 1:
-            return rows[0]
-        return torch.stack([lo for lo, _ in rows]), torch.stack([hi for _, hi in rows])
+        sets = []
+        for part in self.parts(seq_len):
+            rows = [runs.at(positions) for runs in part]
+            if len(rows) > 1:
+                rows[0] = torch.stack([lo for lo, _ in rows]), torch.stack([hi for _, hi in rows])
+            sets.append(rows[0])
+        return sets
+
+    def parts(self, seq_len: int) -> tuple[tuple[Runs, ...], ...]:
+        """For each part of the mask and each batch row, the intervals of a sequence of ``seq_len`` tokens.
+
+        A mask whose queries see one interval each has one part. Cached and pickled with the mask.
+        """
+        if seq_len not in self._parts:
+            by_row = [parts_of(self.rules, row, seq_len) for row in range(self.batch)]
+            if len(self._parts) >= _CACHED_LENGTHS:
+                self._parts.clear()
+            self._parts[seq_len] = tuple(zip_longest(*by_row, fillvalue=NOTHING))
+        return self._parts[seq_len]
 
     def runs(self, seq_len: int) -> tuple[Runs, ...]:
-        """For each batch row, the intervals of a sequence of ``seq_len`` tokens. Cached and pickled with the mask."""
-        if seq_len not in self._runs:
-            by_row = []
-            for row in range(self.batch):
-                by_rule = [rule.runs(row % rule.batch, seq_len) for rule in self.rules] or [EVERYTHING]
-                by_row.append(reduce(and_, by_rule))
-            if len(self._runs) >= _CACHED_LENGTHS:
-                self._runs.clear()
-            self._runs[seq_len] = tuple(by_row)
-        return self._runs[seq_len]
+        """The intervals of all parts and batch rows, one part after another."""
+        first, *more = self.parts(seq_len)
+        return sum(more, first)
 
     def dense(self, seq_len: int) -> Tensor:
         """The mask as bool ``[seq_len, seq_len]`` (``[batch, seq_len, seq_len]``), True where visible.
@@ -323,8 +451,8 @@ class Mask(Opaque):
         """
         check_int("seq_len", seq_len, 0)
         keys = torch.arange(seq_len, device="cpu")
-        lo, hi = self.intervals(keys)
-        return (keys >= lo[..., None]) & (keys < hi[..., None])
+        seen = [(keys >= lo[..., None]) & (keys < hi[..., None]) for lo, hi in self.interval_sets(keys)]
+        return torch.stack(seen).any(0)
 
 
 def check_rows(mask: Mask, name: str, x: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.checks import check_dense, check_int
-from .runs import UNBOUNDED, Runs
+from .runs import EVERYTHING, MOST_PARTS, NOTHING, UNBOUNDED, Array, Parts, Runs, intersection, union
 
 
 class Rule(ABC):
@@ -43,6 +43,11 @@ class Rule(ABC):
         return self.is_local
 
     @property
+    def branches(self) -> bool:
+        """Whether queries may see several intervals of keys."""
+        return False
+
+    @property
     @abstractmethod
     def constructor(self) -> str:
         """The call of ``Mask`` that makes the rule, such as "sliding_window(7)"."""
@@ -62,9 +67,191 @@ class Rule(ABC):
         by_row = {name: tuple(x[row] for row in rows) for name, x in vars(self).items() if isinstance(x, tuple)}
         return cast(Rule, replace(cast(Any, self), **by_row))
 
-    @abstractmethod
-    def runs(self, row: int, seq_len: int) -> Runs:
+    def parts(self, row: int, seq_len: int) -> Parts:
         """The intervals of batch row ``row``, at least for the queries below ``seq_len``."""
+        return (self.runs(row, seq_len),)
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        """The same for a rule with one interval for each query. Every rule has either ``runs`` or ``parts``."""
+        raise NotImplementedError
+
+
+class BranchingRule(Rule):
+    """A rule whose queries may see several intervals of keys."""
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def branches(self) -> bool:
+        return True
+
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        raise ValueError(
+            f"mask: {self.constructor[:60]} has several intervals of keys for a query, so its tokens are no sequences "
+            "one after another; what depends on where a sequence starts is refused under it: chunks, seqpar.mixers, "
+            "seqpar.shift, indexers"
+        )
+
+
+@dataclass(frozen=True)
+class AnyOf(BranchingRule):
+    """What a query sees under any of several masks, each given by its rules."""
+
+    masks: tuple[tuple[Rule, ...], ...]
+
+    @property
+    def batch(self) -> int:
+        return max(rule.batch for rules in self.masks for rule in rules)
+
+    @property
+    def is_local(self) -> bool:
+        return all(any(rule.is_local for rule in rules) for rules in self.masks)
+
+    @property
+    def has_window(self) -> bool:
+        return any(rule.has_window for rules in self.masks for rule in rules)
+
+    @property
+    def constructor(self) -> str:
+        return " | ".join(described(rules) for rules in self.masks)
+
+    @property
+    def shown(self) -> int:
+        return max(rule.shown for rules in self.masks for rule in rules)
+
+    def check_length(self, seq_len: int) -> None:
+        for rules in self.masks:
+            for rule in rules:
+                rule.check_length(seq_len)
+
+    def of_rows(self, rows: Sequence[int]) -> Rule:
+        return AnyOf(tuple(tuple(rule.of_rows(rows) for rule in rules) for rules in self.masks))
+
+    def parts(self, row: int, seq_len: int) -> Parts:
+        return union([part for rules in self.masks for part in parts_of(rules, row, seq_len)], seq_len)
+
+
+@dataclass(frozen=True)
+class GlobalTokens(BranchingRule):
+    count: int
+
+    @property
+    def is_local(self) -> bool:
+        return True  # most queries see the few global tokens only
+
+    @property
+    def has_window(self) -> bool:
+        return False
+
+    @property
+    def constructor(self) -> str:
+        return f"global_tokens({self.count})"
+
+    @property
+    def shown(self) -> int:
+        return 2 * self.count
+
+    def parts(self, row: int, seq_len: int) -> Parts:
+        n = self.count
+        of_first = Runs.of([0, n], [0, UNBOUNDED], 0, UNBOUNDED, 0)
+        return of_first, Runs.of([0, n], 0, 0, [0, n], 0)
+
+
+@dataclass(frozen=True)
+class Tree(BranchingRule):
+    parents: tuple[tuple[int, ...], ...]  # by batch row
+    lengths: tuple[tuple[int, ...], ...]
+    padding: bool
+
+    @property
+    def batch(self) -> int:
+        return len(self.parents)
+
+    @property
+    def constructor(self) -> str:
+        return f"tree({_by_row(self.parents)}, {_by_row(self.lengths)}{', padding=True' if self.padding else ''})"
+
+    @property
+    def shown(self) -> int:
+        return max(map(sum, self.lengths))
+
+    def check_length(self, seq_len: int) -> None:
+        for row, lengths in enumerate(self.lengths):
+            if (total := sum(lengths)) == seq_len or (total < seq_len and self.padding):
+                continue
+            where = f" of batch row {row}" if self.batch > 1 else ""
+            fix = ", or padding=True if the tokens after it are padding" if total < seq_len else ""
+            raise ValueError(
+                f"tree: the segments{where} have {total} tokens, but the sequence has {seq_len}; give the lengths of "
+                f"all segments of the whole sequence{fix}"
+            )
+
+    def parts(self, row: int, seq_len: int) -> Parts:
+        # An only child continues the interval of its parent, so a query sees an interval for each level of branches.
+        heads, level_of = map(np.asarray, _levels(self.parents[row]))
+        start = np.append(0, np.cumsum(self.lengths[row], dtype=np.int64))
+        chains = np.flatnonzero(np.append(heads, True).astype(bool))
+        stop = start[np.repeat(chains[1:], np.diff(chains))]  # of the chain of only children that has the segment
+        parts, total = [], start[-1]
+        for level in range(max(level_of, default=-1) + 1):
+            # Depth first: the ancestor of a segment at a level is the last chain at this level that has begun.
+            begun = np.maximum.accumulate(np.where((level_of == level) & heads, np.arange(len(heads)), -1))
+            inside, stops = level_of == level, np.where(begun >= 0, stop[begun], 0)
+            lo = np.where(level_of >= level, start[begun], stops)
+            hi = np.where(inside, start[:-1] + 1, stops)
+            parts.append(Runs.of(start, np.append(lo, total), 0, np.append(hi, total), np.append(inside, False)))
+        return tuple(parts) or (NOTHING,)
+
+
+@dataclass(frozen=True)
+class BlockDiffusion(BranchingRule):
+    clean_len: int
+    block_size: int
+
+    @property
+    def constructor(self) -> str:
+        return f"block_diffusion({self.clean_len}, {self.block_size})"
+
+    @property
+    def shown(self) -> int:
+        return 2 * self.clean_len
+
+    def check_length(self, seq_len: int) -> None:
+        if seq_len != 2 * self.clean_len:
+            raise ValueError(
+                f"block_diffusion: clean_len={self.clean_len}, but the sequence has {seq_len} tokens; it has twice "
+                "clean_len tokens, the clean ones and then the noisy ones"
+            )
+
+    def parts(self, row: int, seq_len: int) -> Parts:
+        n = self.clean_len
+        first = np.arange(0, n, self.block_size, dtype=np.int64)  # of each block
+        stop = np.minimum(first + self.block_size, n)
+        start = np.concatenate([first, first + n, [2 * n]])
+
+        def part(lo: Array, noisy_lo: Array, hi: Array, noisy_hi: Array, end: int) -> Runs:
+            return Runs.of(start, np.concatenate([lo, noisy_lo, [end]]), 0, np.concatenate([hi, noisy_hi, [end]]), 0)
+
+        nothing = 0 * first
+        return part(nothing, first + n, stop, stop + n, 2 * n), part(nothing, nothing, nothing, first, n)
+
+
+def parts_of(rules: Sequence[Rule], row: int, seq_len: int) -> Parts:
+    """The intervals of batch row ``row`` under all of the rules."""
+    return intersection([rule.parts(row % rule.batch, seq_len) for rule in rules] or [(EVERYTHING,)], seq_len)
+
+
+def described(rules: Sequence[Rule]) -> str:
+    """The code that makes a mask with these rules."""
+    if len(rules) == 1 and isinstance(rules[0], AnyOf):
+        return rules[0].constructor
+    return (
+        " & ".join(f"({x.constructor})" if isinstance(x, AnyOf) else f"Mask.{x.constructor}" for x in rules)
+        or "Mask.full()"
+    )
 
 
 @dataclass(frozen=True)
@@ -283,6 +470,85 @@ class Padding(Rule):
         start, stop = self.begin[row], self.end[row]
         # Padding sees nothing: lo == hi == start before the tokens, lo == hi == stop after them. Neither decreases.
         return Runs.of([0, start, stop], [start, start, stop], 0, [start, stop, stop], 0)
+
+
+def tree_rows(parents: Any, lengths: Any) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+    """The checked parents and lengths of trees, one tuple of each for each batch row (or one for all rows).
+
+    Args:
+        parents, lengths: as in ``Mask.tree``.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: they do not describe trees whose segments lie depth first.
+    """
+    by_row, sizes = batch_rows("tree parents", parents), batch_rows("tree lengths", lengths)
+    if [*map(len, by_row)] != [*map(len, sizes)]:
+        raise ValueError(
+            f"tree: parents of {[*map(len, by_row)]} segments and lengths of {[*map(len, sizes)]} (by batch row); give "
+            "one parent and one length for each segment"
+        )
+    for row, of_row in zip(by_row, sizes, strict=True):
+        if of_row and min(of_row) < 0:
+            raise ValueError(f"tree lengths={short(of_row)}: give lengths >= 0")
+        path: list[int] = []  # from a root to the last segment
+        for i, parent in enumerate(row):
+            if not -1 <= parent < i:
+                raise ValueError(f"tree parents={short(row)}: segment {i} has parent {parent}; give -1 for a root, or "
+                                 "the number of an earlier segment")  # fmt: skip
+            while path and path[-1] != parent:
+                path.pop()
+            if parent >= 0 and not path:
+                raise ValueError(
+                    f"tree parents={short(row)}: segment {i} follows a segment outside the branch of its parent "
+                    f"{parent}; order the segments depth first, each directly behind the branches of its elder siblings"
+                )
+            path.append(i)
+        if (levels := max(_levels(row)[1], default=0) + 1) > MOST_PARTS:
+            raise ValueError(
+                f"tree: a query would see {levels} intervals of keys, one for each level of branches; at most "
+                f"{MOST_PARTS} are attended one after another; cut the tree into trees of fewer levels"
+            )
+    return by_row, sizes
+
+
+def _levels(parents: Sequence[int]) -> tuple[list[bool], list[int]]:
+    """For each segment of a tree, whether it is a root or has siblings, and how many such segments lie above it."""
+    children, heads, levels = [0] * len(parents), list[bool](), list[int]()
+    for parent in parents:
+        if parent >= 0:
+            children[parent] += 1
+    for parent in parents:
+        heads.append(parent < 0 or children[parent] > 1)
+        levels.append(levels[parent] + heads[-1] if parent >= 0 else 0)
+    return heads, levels
+
+
+def tree_positions(parents: Any, lengths: Any) -> Tensor:
+    """The position of each token along its branch, for rotary embeddings: a segment continues behind its parent.
+
+    Args:
+        parents, lengths: as in ``Mask.tree``.
+
+    Returns:
+        int64 ``[seq]`` on the host; ``[batch, seq]`` for a tree for each batch row.
+
+    Raises:
+        TypeError, ValueError: as ``Mask.tree``; or the trees of the batch rows have different numbers of tokens.
+    """
+    rows = []
+    for of_row, sizes in zip(*tree_rows(parents, lengths), strict=True):
+        first: list[int] = []  # position of each segment
+        for parent in of_row:
+            first.append(first[parent] + sizes[parent] if parent >= 0 else 0)
+        length = np.asarray(sizes, dtype=np.int64)
+        begin = np.cumsum(length) - length
+        rows.append(np.arange(length.sum()) + np.repeat(np.asarray(first, dtype=np.int64) - begin, length))
+    if len({len(row) for row in rows}) != 1:
+        raise ValueError(
+            f"tree_positions: batch rows of {short([*map(len, rows)])} tokens; call it for each row and pad the results"
+        )
+    return torch.from_numpy(np.stack(rows) if len(rows) > 1 else rows[0])
 
 
 def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:

@@ -9,8 +9,10 @@ Shapes: n queries. Positions are int64.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from ..base.cache import upload
 
 # An upper end larger than every position, and far enough from int64's limit that sums with it do not overflow.
 UNBOUNDED = 1 << 62
+# The most intervals of keys that a query may see: each one is a call of a kernel more in every step.
+MOST_PARTS = 16
 
 Interval = tuple[Tensor, Tensor]
 Array = NDArray[np.int64]
@@ -75,6 +79,12 @@ class Runs:
         starts = np.unique(np.concatenate([self.start, cut]))
         lo, lo_step, hi, hi_step = self._cut_at(starts)
         return Runs(starts, lo, lo_step, *_upper(lo, lo_step, hi, hi_step))
+
+    @property
+    def sees(self) -> NDArray[np.bool_]:
+        """For each run, whether its queries see some key, ``[runs]``."""
+        seen: NDArray[np.bool_] = self.lo < self.hi
+        return seen
 
     def __len__(self) -> int:
         return len(self.start)
@@ -150,3 +160,124 @@ def _lower(a: Array, a_step: Array, b: Array, b_step: Array) -> tuple[Array, Arr
 
 
 EVERYTHING = Runs.of([0], 0, 0, UNBOUNDED, 0)
+NOTHING = Runs.of([0], 0, 0, 0, 0)
+
+# The parts of a mask whose queries see several intervals: in each part a query sees one of them, or none. The parts of
+# a mask are disjoint.
+Parts = tuple[Runs, ...]
+
+
+def intersection(masks: Sequence[Parts], seq_len: int) -> Parts:
+    """The parts of the keys that queries below ``seq_len`` see under each of the masks."""
+    by_parts = sorted(masks, key=len)  # most masks have one part, of which an intersection has one too
+    result: Parts = reduce(lambda a, b: tuple(x & y for x, y in product(a, b)), by_parts)
+    if len(result) == 1 or len(masks) == 1:
+        return result
+    seen = tuple(part for part in result if part.sees[part.start < seq_len].any()) or (NOTHING,)
+    _, lo, _, hi, _ = _columns(seen, _starts(seen, seq_len))
+    fewest = (lo < hi).sum(0).max()  # intervals that some query sees
+    return seen if len(seen) == fewest <= MOST_PARTS else union(seen, seq_len)
+
+
+def union(parts: Sequence[Runs], seq_len: int) -> Parts:
+    """The keys that queries below ``seq_len`` see under any of ``parts``, as parts that are disjoint.
+
+    Raises:
+        ValueError: some query sees more than ``MOST_PARTS`` intervals, or the order of the intervals needs more parts.
+    """
+    starts = _starts(parts, seq_len)
+    _, *lines = _columns(parts, starts)
+    ends, steps = np.concatenate(lines[::2]), np.concatenate(lines[1::2])  # of lo and hi, [2 parts, runs]
+    length = np.diff(starts, append=max(seq_len, 1))
+    cuts = [starts]
+    for i in range(len(ends)):
+        # Where two lines meet is a run of a single query. In the other runs the order of the lines does not change.
+        distance = (ends[i + 1 :] - ends[i]) * (steps[i] - steps[i + 1 :])
+        for meet in (distance, distance + 1):
+            inside = (steps[i] != steps[i + 1 :]) & (distance >= 0) & (meet < length)
+            cuts.append((starts + meet)[inside])
+    starts, *lines = _columns(parts, np.unique(np.concatenate(cuts)))
+    lines[0] = np.where(lines[0] < lines[2], lines[0], UNBOUNDED)  # without keys: the last ones
+    order = np.argsort(lines[0], axis=0, kind="stable")
+    merged = [np.take_along_axis(x, order, 0) for x in lines]
+    lo, _, hi, _ = merged
+    count, columns = (lo[0] < hi[0]).astype(np.int64), np.arange(len(starts))
+    for i in range(1, len(lo)):  # intervals that overlap or touch become one
+        interval = [x[i].copy() for x in merged]
+        last = np.maximum(count - 1, 0)
+        seen, apart = interval[0] < interval[2], interval[0] > hi[last, columns]
+        longer = seen & ~apart & (interval[2] > hi[last, columns])
+        for x, new in zip(merged[2:], interval[2:], strict=True):
+            x[last[longer], columns[longer]] = new[longer]
+        for x, new in zip(merged, interval, strict=True):
+            x[count[seen & apart], columns[seen & apart]] = new[seen & apart]
+        count += seen & apart
+    return _in_order(starts, merged, count, seq_len)
+
+
+def _in_order(starts: Array, lines: Sequence[Array], count: Array, seq_len: int) -> Parts:
+    """Parts in which neither end decreases.
+
+    Args:
+        starts: of the runs.
+        lines: ``lo, lo_step, hi, hi_step`` of each run's intervals in increasing order, ``[most intervals, runs]``.
+        count: the intervals of each run.
+        seq_len: the queries of the last run end there.
+    """
+    last = np.diff(starts, append=max(seq_len, int(starts[-1]) + 1)) - 1
+    by_run = np.stack([*lines, lines[0] + lines[1] * last, lines[2] + lines[3] * last]).transpose(2, 1, 0).tolist()
+    ends: list[tuple[int, int]] = []  # of each part's last query
+    rows: list[list[tuple[int, int, int, int, int]]] = []  # of each part: Runs.rows
+    for start, intervals, n in zip(starts.tolist(), by_run, count.tolist(), strict=True):
+        free = [*range(len(ends))]
+        for lo, lo_step, hi, hi_step, last_lo, last_hi in reversed(intervals[:n]):
+            fits = [i for i in free if ends[i][0] <= lo and ends[i][1] <= hi]
+            if fits:
+                free.remove(part := max(fits, key=ends.__getitem__))
+            else:
+                part = len(ends)
+                if part == MOST_PARTS:
+                    _refuse(start)
+                ends.append((0, 0))
+                rows.append([(0, 0, 0, 0, 0)] if start else [])
+            ends[part] = last_lo, last_hi
+            rows[part].append((start, lo, lo_step, hi, hi_step))
+        for i in free:
+            if ends[i][0] < ends[i][1]:  # its queries see nothing from here on
+                at = ends[i][1]
+                ends[i] = at, at
+                rows[i].append((start, at, 0, at, 0))
+    return tuple(_joined(Runs(*np.array(x, dtype=np.int64).T)) for x in rows) or (NOTHING,)
+
+
+def _refuse(position: int) -> None:
+    raise ValueError(
+        f"mask: the queries up to position {position} need more than {MOST_PARTS} intervals of keys, in which neither "
+        f"end decreases from query to query; at most {MOST_PARTS} are attended one after another. Order the tokens so "
+        "that the keys of a query lie together, or attend under fewer masks"
+    )
+
+
+def _joined(runs: Runs) -> Runs:
+    """The same intervals in fewer runs: a run that continues the lines of the one before it is left out."""
+    start, sees = runs.start, runs.sees
+    length, steps = np.diff(start), [runs.lo_step.copy(), runs.hi_step.copy()]
+    same = sees[1:] == sees[:-1]
+    for x, step in zip((runs.lo, runs.hi), steps, strict=True):
+        rise = np.diff(x)
+        single = (length == 1) & ((rise == 0) | (rise == 1))
+        step[:-1][single] = rise[single]  # a run of a single query has any slope
+        same &= (rise == step[:-1] * length) & (step[1:] == step[:-1])
+    kept = np.append(True, ~same)
+    return Runs(start[kept], runs.lo[kept], steps[0][kept], runs.hi[kept], steps[1][kept])
+
+
+def _starts(parts: Sequence[Runs], seq_len: int) -> Array:
+    starts = np.unique(np.concatenate([part.start for part in parts]))
+    return starts[starts < max(seq_len, 1)]
+
+
+def _columns(parts: Sequence[Runs], starts: Array) -> tuple[Array, Array, Array, Array, Array]:
+    """``starts``, and ``lo, lo_step, hi, hi_step`` of each part, cut into runs there: ``[parts, runs]``."""
+    lo, lo_step, hi, hi_step = (np.stack(x) for x in zip(*(part._cut_at(starts) for part in parts), strict=True))
+    return starts, lo, lo_step, hi, hi_step

@@ -275,7 +275,7 @@ class AttentionTimeline:
         if s.hardware.device == "cpu":  # the CPU kernel computes other tiles than the kernels of GPUs
             with _disable_current_modes():  # the tiles are read from tensors, which a FakeTensorMode would empty
                 intervals = {i: plan.intervals(i, CPU) for i in range(len(plan))}
-                return {i: pairs_computed_on_cpu(x) for i, x in intervals.items() if x is not None}
+                return {i: sum(map(pairs_computed_on_cpu, parts)) for i, parts in intervals.items() if parts}
         by_owner = _pairs_by_owner(s.mask, s.tokens, plan.rank, s.hardware.tile)
         pairs: dict[int, float] = {}
         for i, step in enumerate(plan):

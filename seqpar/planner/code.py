@@ -178,7 +178,7 @@ def code(choice: Choice, setting: Setting) -> str:
     kernel = s.hardware.kernel_name(s.kernel)
     # "auto" takes the first kernel of the hardware, if it is installed.
     backend = "" if kernel == s.hardware.kernel_name(None) else _BACKENDS.get(kernel, kernel)
-    starts = s.mask.starts[0] if s.mask.starts else ()
+    starts = () if s.mask.branches else s.mask.starts[0]
     edges = [*(x for x in starts if x < s.seq_len), s.seq_len]
     length = -(-s.seq_len // max(1, len(edges) - 1))
     of_memory = _memory(choice.switches) if model.takes_memory else ""

@@ -27,7 +27,7 @@ def visible_pairs(mask: Mask, seq_len: int) -> int:
         count = np.diff(np.append(np.minimum(runs.start, seq_len), seq_len))
         for sign, end, slope in ((1, runs.hi, runs.hi_step), (-1, runs.lo, runs.lo_step)):
             total += sign * int(keys_below_line(end, slope, count, seq_len).sum())
-    return total // len(rows)
+    return total // mask.batch
 
 
 def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions], tile: int) -> list[int]:
@@ -64,7 +64,7 @@ def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[
         first_tile, last_tile = ends[0] // tile, -(-ends[1] // tile)  # of the keys
         key_tiles = np.where(ends[1] > ends[0], last_tile - first_tile, 0).sum(0)  # [shards]
         totals += key_tiles * tile * tile
-    return [int(x) // len(rows) for x in totals]
+    return [int(x) // mask.batch for x in totals]
 
 
 def _stripes(shards: Sequence[Positions]) -> Array:

@@ -91,7 +91,7 @@ class AttentionPlan:
         self.gather = gather
         self.per_host = tokens.ring if per_host is None else per_host
         self.num_steps = 1 if tokens.replicated else min(2, tokens.ring) if gather else tokens.ring
-        self._runs = mask.runs(tokens.seq_len)
+        self._parts, self._runs = mask.parts(tokens.seq_len), mask.runs(tokens.seq_len)
         self._steps: dict[int, Step] = {}
         self._inter_host_hops: dict[int, Hop] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -139,7 +139,7 @@ class AttentionPlan:
     @cached_property
     def checksum(self) -> int:
         """A checksum of the mask and of what each rank holds. The same on every rank that has the same plan."""
-        value = zlib.crc32(f"{self.tokens} {self.gather} {self.per_host}".encode())
+        value = zlib.crc32(f"{self.tokens} {self.gather} {self.per_host} {len(self._parts)}".encode())
         for runs in self._runs:
             for column in (runs.start, runs.lo, runs.hi):
                 value = zlib.crc32(column.tobytes(), value)
@@ -174,8 +174,9 @@ class AttentionPlan:
         spans = sum(len(t.owner_rows.spans) + 2 for hop in hops for t in (*hop.receives, *hop.sends))
         return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
 
-    def intervals(self, index: int, device: torch.device, positions: bool = False) -> KeyIntervals | None:
-        """Which of the keys of step ``index`` each local query sees, on ``device``; None if the step has no keys.
+    def intervals(self, index: int, device: torch.device, positions: bool = False) -> tuple[KeyIntervals, ...]:
+        """Which of the keys of step ``index`` each local query sees, on ``device``: for each part of the mask in which
+        some query sees some of the keys. None if the step has no keys.
 
         Args:
             index: the step.
@@ -185,46 +186,68 @@ class AttentionPlan:
         step = self._steps.get(index) or self[index]
         keys = step.keys
         if keys is None or not self._has_queries:
-            return None
+            return ()
 
-        def make() -> KeyIntervals:
+        def make() -> tuple[KeyIntervals, ...]:
             plan = ref(self)  # a cached value must not keep the plan alive
-            on_host = partial(_intervals_on_host, plan, index)
-            return replace(self._intervals(self.rank, keys, device, positions), made_on_host=on_host)
+            return tuple(
+                replace(
+                    self._intervals(part, self.rank, keys, device, positions),
+                    made_on_host=partial(_intervals_on_host, plan, index, number),
+                )
+                for number, part in enumerate(self._parts_of(keys))
+            )
 
         return cached_tensors((self._token, index, positions), device, make, self)
 
     def between(
         self, query_rank: int, key_rank: int, device: torch.device, positions: bool = False
-    ) -> KeyIntervals | None:
-        """Which keys of ``key_rank`` each query of ``query_rank`` sees; None if one of the ranks has no tokens."""
+    ) -> tuple[KeyIntervals, ...]:
+        """Which keys of ``key_rank`` each query of ``query_rank`` sees, for each part of the mask; none if one of the
+        ranks has no tokens."""
         shard = self.tokens.ring_positions(key_rank)
         if not len(shard) or not len(self.tokens.ring_positions(query_rank)):
-            return None
-        return self._intervals(query_rank, ShardRows(shard, RowSpans(((0, len(shard)),))), device, positions)
+            return ()
+        keys = ShardRows(shard, RowSpans(((0, len(shard)),)))
+        return tuple(self._intervals(i, query_rank, keys, device, positions) for i in range(len(self._parts)))
+
+    def _parts_of(self, keys: ShardRows | GatheredRows) -> list[int]:
+        """The parts of the mask in which some query of this rank sees some of the keys of a step."""
+        found = [*range(len(self._parts))]
+        if len(found) == 1:
+            return found
+        shards = [keys] if isinstance(keys, ShardRows) else keys.shards
+        queries, seq_len = self.tokens.ring_positions(self.rank), self.tokens.seq_len
+        seen = [visible_ranges(part, queries, seq_len, self._exact) for part in self._parts]
+        return [i for i in found if any(len(rows_in(seen[i], shard.shard_positions)) for shard in shards)]
 
     def _intervals(
-        self, query_rank: int, keys: ShardRows | GatheredRows, device: torch.device, positions: bool
+        self, part: int, query_rank: int, keys: ShardRows | GatheredRows, device: torch.device, positions: bool
     ) -> KeyIntervals:
-        lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(query_rank, device))  # [b, q_len]
+        lo, hi = (keys.counts_below(x).int() for x in self._global_intervals(part, query_rank, device))  # [b, q_len]
         q_positions = k_positions = lo
         if positions:
             q_positions = self.tokens.ring_positions(query_rank).tensor(device).int()
             k_positions = keys.positions(device).int()
         return KeyIntervals(lo, hi, q_positions, k_positions)
 
-    def _global_intervals(self, query_rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The first and one past the last visible position of each query of a rank, ``[b, q_len]``. Cached."""
+    def _global_intervals(self, part: int, query_rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The first and one past the last position that each query of a rank sees in a part, ``[b, q_len]``.
+        Cached."""
 
         def make() -> tuple[Tensor, Tensor]:
             queries = self.tokens.ring_positions(query_rank).tensor(device)
-            rows = [runs.at(queries) for runs in self._runs]
+            rows = [runs.at(queries) for runs in self._parts[part]]
             seq_len = self.tokens.seq_len
             dtype = torch.int32 if seq_len < _INT32 else torch.int64
             lo, hi = (torch.stack(ends).clamp_(max=seq_len).to(dtype) for ends in zip(*rows, strict=True))
             return lo, hi
 
-        return cached_tensors((self._token, "global", query_rank), device, make, self)
+        return cached_tensors((self._token, "global", part, query_rank), device, make, self)
+
+    @cached_property
+    def _exact(self) -> bool:
+        return max(map(len, self._runs)) * self.tokens.ring <= _EXACT_RANGES
 
     @cached_property
     def _has_queries(self) -> bool:
@@ -232,9 +255,8 @@ class AttentionPlan:
 
     def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
         if query_rank not in self._ranges:
-            exact = max(map(len, self._runs)) * self.tokens.ring <= _EXACT_RANGES
             queries = self.tokens.ring_positions(query_rank)
-            self._ranges[query_rank] = visible_ranges(self._runs, queries, self.tokens.seq_len, exact)
+            self._ranges[query_rank] = visible_ranges(self._runs, queries, self.tokens.seq_len, self._exact)
         return self._ranges[query_rank]
 
     def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
@@ -366,10 +388,10 @@ def _ranks_of(rounds: list[list[int]], first: int, stride: int) -> list[list[int
     return [[first + i * stride for i in indices] for indices in rounds]
 
 
-def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int) -> KeyIntervals | None:
-    """The intervals of a step, computed on the host; None if the plan has been freed."""
+def _intervals_on_host(plan: ReferenceType[AttentionPlan], index: int, number: int) -> KeyIntervals | None:
+    """Some of the intervals of a step, computed on the host; None if the plan has been freed."""
     alive = plan()
-    return None if alive is None else alive.intervals(index, CPU)
+    return None if alive is None else alive.intervals(index, CPU)[number]
 
 
 # Plans by mask and sharding. Equal masks share a plan, so a mask that is made anew for every layer is planned once.

@@ -5,19 +5,31 @@ Shapes: b batch, q queries, k keys, h query heads, n KV heads as they are sent, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..kernels import BackendChoice
-from ..kernels.base import Carry, Grads, OutputGrad, Score, accumulator, empty_carry, finish, row_delta, sink_gradient
+from ..kernels.base import (
+    Backend,
+    Carry,
+    Grads,
+    OutputGrad,
+    Score,
+    accumulator,
+    empty_carry,
+    finish,
+    row_delta,
+    sink_gradient,
+)
 from ..kernels.expansion import ExpandedKV, Expansion
 from ..schedule.rows import KeyIntervals
 from .transfers import take_heads
 
-# Which keys each query sees; None if no query sees any. A function, because an error in it is a kernel's error too.
-Seen = Callable[[], KeyIntervals | None]
+# Which keys each query sees: intervals to attend to one after another, without a key in common; none if no query sees
+# any key. A function, because an error in it is a kernel's error too.
+Seen = Callable[[], Sequence[KeyIntervals]]
 
 
 class Kernel:
@@ -52,9 +64,8 @@ class Kernel:
         self._score, self.v_head_dim, self._errors = score, v_head_dim, errors
         self.needs_positions = score.needs_positions
         expanded_k = k if expansion is None else q
-        self._backend = choice.backend(q, expanded_k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
-        if expansion is not None:
-            self._backend = ExpandedKV(self._backend, expansion)
+        backend = choice.backend(q, expanded_k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
+        self._backend: Backend | ExpandedKV = backend if expansion is None else ExpandedKV(backend, expansion)
 
     def forward(
         self,
@@ -84,8 +95,12 @@ class Kernel:
             q, score = take_heads(q, at), score.heads(at.start, at.stop)
         if not self._errors:
             try:
-                if (intervals := seen()) is not None:
-                    return self._backend.forward(q, k, v, intervals, score, carry, last)
+                if parts := seen():
+                    if isinstance(backend := self._backend, ExpandedKV):
+                        return backend.forward(q, k, v, parts, score, carry, last)
+                    for intervals in parts[:-1]:
+                        carry = backend.forward(q, k, v, intervals, score, carry, False)
+                    return backend.forward(q, k, v, parts[-1], score, carry, last)
                 carry = carry or self.empty(q)
                 return self.finish(carry, q.dtype) if last else carry
             except Exception as error:
@@ -131,11 +146,16 @@ class Kernel:
             q, score = take_heads(q, at), score.heads(at.start, at.stop)
         if not self._errors:
             try:
-                if (intervals := seen()) is None:
+                if not (parts := seen()):
                     grads.make(q, k, v)
                     grads.zero_new_()
+                elif isinstance(backend := self._backend, ExpandedKV):
+                    backend.backward(q, k, v, output, parts, score, grads)
                 else:
-                    self._backend.backward(q, k, v, output, intervals, score, grads)
+                    grads.final = grads.final and len(parts) == 1
+                    for intervals in parts:
+                        backend.backward(q, k, v, output, intervals, score, grads)
+                        grads.new_dq = grads.new_dkv = False
                 return
             except Exception as error:
                 self._errors.append(error)

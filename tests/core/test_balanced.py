@@ -41,8 +41,10 @@ def documents(seed: int, seq_len: int) -> list[int]:
 
 def shares(mask: Mask, seq_len: int, ranks: int, layout: Layout) -> tuple[Tensor, Tensor]:
     """The tokens and the visible pairs of each rank over their mean, counted token by token."""
-    lo, hi = mask.intervals(torch.arange(seq_len))
-    seen = (hi.clamp(max=seq_len) - lo).reshape(-1, seq_len).sum(0).double()  # of each query
+    seen = torch.zeros(seq_len, dtype=torch.float64)  # of each query
+    for ends in mask.interval_sets(torch.arange(seq_len)):
+        lo, hi = (x.clamp(max=seq_len) for x in ends)
+        seen += (hi - lo).reshape(-1, seq_len).sum(0)
     ranges = [shard_ranges(seq_len, ranks, rank, layout) for rank in range(ranks)]
     tokens = torch.tensor([sum(map(len, x)) for x in ranges]).double()
     pairs = torch.stack([sum((seen[r.start : r.stop].sum() for r in x), torch.zeros(())) for x in ranges])
@@ -107,6 +109,9 @@ MASKS = {
     "forward": Mask.sliding_window(0, -1),
     "both": Mask.documents([0, 4000, 16384], causal=False),
     "nothing": Mask.documents([0], padding=True),
+    "tree": Mask.tree([-1, 0, 0, 2, 2, 0, -1], [3000, 4000, 500, 700, 1184, 5000, 2000]),
+    "block diffusion": Mask.block_diffusion(8192, 96),
+    "union": Mask.sliding_window(700) | Mask.global_tokens(300),
 }
 
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import seqpar
 from seqpar import Mask
 from seqpar.masks.rules import Rule
 from seqpar.masks.runs import EVERYTHING, Runs
@@ -40,32 +41,36 @@ def test_intervals_at_any_positions(problem: tuple[Rules, int], data: st.DataObj
     drawn, seq_len = problem
     expected = visible_pairs(drawn, seq_len)
     chosen = torch.tensor(data.draw(st.lists(st.integers(0, seq_len - 1), unique=True).map(sorted)), dtype=torch.int64)
-    lo, hi = combined_mask(drawn).intervals(chosen)
-    assert lo.dtype == hi.dtype == torch.int64
-    assert lo.shape == hi.shape == (*lo.shape[:-1], len(chosen))
-    keys = torch.arange(seq_len)
-    seen = as_rows((keys >= lo[..., None]) & (keys < hi[..., None]))
-    assert torch.equal(seen.expand(len(expected), -1, -1), expected[:, chosen])
+    sets, keys = combined_mask(drawn).interval_sets(chosen), torch.arange(seq_len)
+    times = torch.zeros(1, len(chosen), seq_len, dtype=torch.int64)  # each visible pair once
+    for lo, hi in sets:
+        assert lo.dtype == hi.dtype == torch.int64
+        assert lo.shape == hi.shape == (*lo.shape[:-1], len(chosen))
+        times = times + as_rows((keys >= lo[..., None]) & (keys < hi[..., None]))
+    assert torch.equal(times.expand(len(expected), -1, -1), expected[:, chosen].long())
 
 
 @given(rules_and_length())
 def test_intervals_never_fall(problem: tuple[Rules, int]) -> None:
     """What lets a kernel find a block's keys from its first and last row."""
     drawn, seq_len = problem
-    lo, hi = combined_mask(drawn).intervals(torch.arange(seq_len))
-    assert bool((lo.diff() >= 0).all())
-    assert bool((hi.diff() >= 0).all())
-    assert bool(((lo >= 0) & (lo <= hi)).all())
+    for lo, hi in combined_mask(drawn).interval_sets(torch.arange(seq_len)):
+        assert bool((lo.diff() >= 0).all())
+        assert bool((hi.diff() >= 0).all())
+        assert bool(((lo >= 0) & (lo <= hi)).all())
 
 
 @given(rules_and_length(), rules_and_length())
-def test_and_shows_what_both_show(one: tuple[Rules, int], other: tuple[Rules, int]) -> None:
+def test_and_shows_what_both_show_and_or_what_one_shows(one: tuple[Rules, int], other: tuple[Rules, int]) -> None:
     seq_len = min(one[1], other[1])
     a, b = combined_mask(one[0]), combined_mask(other[0])
     if a.batch > 1 and b.batch > 1 and a.batch != b.batch:
         with pytest.raises(ValueError, match=f"{a.batch} and {b.batch} batch rows"):
             _ = a & b
+        with pytest.raises(ValueError, match=f"{a.batch} and {b.batch} batch rows"):
+            _ = a | b
         return
+    assert torch.equal(*torch.broadcast_tensors((a | b).dense(seq_len), a.dense(seq_len) | b.dense(seq_len)))
     assert torch.equal(*torch.broadcast_tensors((a & b).dense(seq_len), a.dense(seq_len) & b.dense(seq_len)))
 
 
@@ -123,6 +128,12 @@ SPELLED = [
     "Mask.chunked(3, causal=False, starts=[[0, 1], [0]])",
     "Mask.padding(3)",
     "Mask.padding([0, 2], [4, 5])",
+    "Mask.causal() | Mask.prefix_lm(3) | Mask.documents([[0, 3], [0, 8]])",
+    "(Mask.sliding_window(3) | Mask.global_tokens(2)) & Mask.causal()",
+    "Mask.causal() & Mask.sliding_window(3) | Mask.global_tokens(2)",
+    "Mask.tree([-1, 0, 0], [3, 2, 2])",
+    "Mask.tree([[-1], [-1, 0]], [[3], [1, 2]], padding=True)",
+    "Mask.block_diffusion(6, 2)",
 ]
 
 
@@ -176,6 +187,89 @@ def test_a_picture_has_the_pairs(drawn: Rules) -> None:
     symbols = {(False, False): "·", (True, False): "▪", (True, True): "■"}
     seen = zip(pairs.any(3).any(1).flatten().tolist(), pairs.all(3).all(1).flatten().tolist(), strict=True)
     assert [symbols[cell] for cell in seen] == " ".join(rows).split()
+
+
+def test_pictures_of_branching_masks() -> None:
+    """A prompt of three tokens with two answers, of two tokens and of three; and block diffusion: readable by eye."""
+    assert str(Mask.tree([-1, 0, 0], [3, 2, 3])).splitlines() == [
+        "Mask.tree([-1, 0, 0], [3, 2, 3])",
+        "queries down, keys across",
+        "■ · · · · · · ·",
+        "■ ■ · · · · · ·",
+        "■ ■ ■ · · · · ·",
+        "■ ■ ■ ■ · · · ·",
+        "■ ■ ■ ■ ■ · · ·",
+        "■ ■ ■ · · ■ · ·",
+        "■ ■ ■ · · ■ ■ ·",
+        "■ ■ ■ · · ■ ■ ■",
+    ]
+    assert str(Mask.block_diffusion(4, 2)).splitlines()[2:] == [
+        *["■ ■ · · · · · ·"] * 2,
+        *["■ ■ ■ ■ · · · ·"] * 2,
+        *["· · · · ■ ■ · ·"] * 2,
+        *["■ ■ · · · · ■ ■"] * 2,
+    ]
+    assert str(Mask.sliding_window(1, 1) | Mask.global_tokens(1)).splitlines()[2:6] == [
+        "■ ■ ■ ■ ■ ■ ■ ■",
+        "■ ■ ■ · · · · ·",
+        "■ ■ ■ ■ · · · ·",
+        "■ · ■ ■ ■ · · ·",
+    ]
+
+
+def test_unions_are_as_few_intervals_as_they_can_be() -> None:
+    """Intervals that touch are one, and the parts of a mask are no more than a query sees."""
+
+    def parts(mask: Mask) -> int:
+        return len(mask.parts(64))
+
+    assert (
+        parts(Mask.sliding_window(5) | Mask.causal()) == parts(Mask.sliding_window(3) | Mask.sliding_window(0, 4)) == 1
+    )
+    assert (Mask.sliding_window(3) | Mask.sliding_window(0, 4)).intervals(torch.tensor([9]))[1].tolist() == [14]
+    assert parts(Mask.full() | Mask.causal()) == 1 and Mask.causal() | Mask.full() == Mask.full()
+    assert parts((Mask.sliding_window(5) | Mask.global_tokens(2)) & Mask.causal()) == 2
+    assert parts(Mask.tree([-1, 0, 1, 2], [10, 20, 30, 4])) == 1  # only children
+    assert parts(Mask.tree([-1] + [0] * 6, [4] + [10] * 6)) == parts(Mask.block_diffusion(32, 8)) == 2
+    window = Mask.sliding_window(3)
+    assert window | window == window
+    assert (window | Mask.causal()) | Mask.prefix_lm(2) == window | (Mask.causal() | Mask.prefix_lm(2))
+
+
+def test_what_has_one_interval_refuses_several() -> None:
+    mask = Mask.sliding_window(5) | Mask.global_tokens(2)
+    with pytest.raises(ValueError, match=r"up to 3 intervals of keys .*call mask\.interval_sets"):
+        mask.intervals(torch.arange(16))
+    for branching in (mask, Mask.causal() & mask, Mask.tree([-1, 0, 0], [2, 3, 4]), Mask.block_diffusion(4, 2)):
+        assert branching.branches
+        with pytest.raises(ValueError, match="several intervals of keys for a query, so its tokens are no sequences"):
+            _ = branching.starts
+    assert not (Mask.causal() & Mask.padding(3)).branches
+
+
+def caterpillar(levels: int) -> list[int]:
+    """The parents of a tree in which a query of the last segment sees ``levels`` intervals."""
+    return [-1, *(parent for level in range(0, 2 * levels - 2, 2) for parent in (level, level))]
+
+
+def test_too_many_intervals() -> None:
+    parents = caterpillar(16)
+    mask = Mask.tree([-1, *(x + 1 if x >= 0 else -1 for x in parents)], [1] * (len(parents) + 1))
+    assert len(mask.parts(len(parents) + 1)) == 16
+    with pytest.raises(ValueError, match="more than 16 intervals of keys"):
+        (mask | Mask.global_tokens(1)).parts(len(parents) + 1)
+    with pytest.raises(ValueError, match="a query would see 17 intervals of keys"):
+        Mask.tree(caterpillar(17), [1] * 33)
+
+
+def test_positions_along_a_tree() -> None:
+    assert seqpar.tree_positions([-1, 0, 0, 2], [3, 2, 1, 2]).tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
+    by_row = seqpar.tree_positions([[-1, 0, 0], [-1, -1, 1]], [[2, 1, 1], [1, 0, 3]])
+    assert by_row.dtype == torch.int64 and by_row.tolist() == [[0, 1, 2, 2], [0, 0, 1, 2]]
+    # A token's position is the number of earlier tokens that it sees.
+    parents, lengths = [-1, 0, 1, 1, 0, -1, 5], [4, 3, 0, 5, 6, 2, 7]
+    seen = Mask.tree(parents, lengths).dense(27).sum(1) - 1
+    assert torch.equal(seqpar.tree_positions(parents, lengths), seen)
 
 
 def test_a_new_rule_must_say_whether_it_is_local() -> None:
@@ -248,6 +342,21 @@ def test_padding_without_an_end() -> None:
         (lambda: Mask.causal(cast(Any, 3)), TypeError, "blocks=3: expected pairs"),
         (lambda: Mask.documents([0, 4], causal=cast(Any, "no")), TypeError, "causal='no': expected True or False"),
         (lambda: Mask.chunked(4, causal=cast(Any, None)), TypeError, "causal=None: expected True or False"),
+        (lambda: Mask.global_tokens(0), ValueError, "global_tokens n=0: give at least 1"),
+        (lambda: Mask.block_diffusion(8, 0), ValueError, "block_diffusion block_size=0: give at least 1"),
+        (lambda: Mask.block_diffusion(cast(Any, 8.0), 2), TypeError, "clean_len=8.0: expected an int"),
+        (lambda: Mask.tree([-1, 0], [3]), ValueError, r"parents of \[2\] segments and lengths of \[1\]"),
+        (lambda: Mask.tree([-1, 1], [3, 2]), ValueError, "segment 1 has parent 1; give -1 for a root"),
+        (lambda: Mask.tree([-2], [3]), ValueError, "segment 0 has parent -2"),
+        (lambda: Mask.tree([-1, 0, 0, 1], [3, 2, 2, 2]), ValueError, "segment 3 follows a segment outside the branch"),
+        (lambda: Mask.tree([-1], [-3]), ValueError, r"lengths=\[-3\]: give lengths >= 0"),
+        (lambda: Mask.tree([-1.0], [3]), TypeError, "tree parents=-1.0: expected an int"),
+        (lambda: Mask.tree([-1], [3], padding=cast(Any, 1)), TypeError, "padding=1: expected True or False"),
+        (lambda: seqpar.tree_positions([[-1], [-1]], [[2], [3]]), ValueError, r"batch rows of \[2, 3\] tokens"),
+        (lambda: Mask.tree([-1], [3]).check_length(4), ValueError, "have 3 tokens, but the sequence has 4"),
+        (lambda: Mask.tree([[-1], [-1]], [[4], [5]]).check_length(4), ValueError, "of batch row 1 have 5 tokens"),
+        (lambda: Mask.block_diffusion(4, 2).check_length(9), ValueError, "clean_len=4, but the sequence has 9 tokens"),
+        (lambda: (Mask.causal() | Mask.documents([0, 3])).check_length(4), ValueError, "last boundary is 3"),
         (lambda: Mask.causal().dense(-1), ValueError, "seq_len=-1: expected at least 0"),
         (lambda: Mask.causal().intervals(cast(Any, [1])), TypeError, "positions: expected an integer tensor .*list"),
         (lambda: Mask.causal().intervals(torch.ones(2)), TypeError, "positions: .*torch.float32"),

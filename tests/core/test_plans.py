@@ -144,9 +144,7 @@ def test_a_plan_made_ahead_travels_with_the_mask() -> None:
     assert sorted(plan._steps) == list(range(4))
     fresh = AttentionPlan(mask, sharding, 2)
     for step in range(4):
-        ours, theirs = plan.intervals(step, CPU), fresh.intervals(step, CPU)
-        assert (ours is None) == (theirs is None)
-        if ours is not None and theirs is not None:
+        for ours, theirs in zip(plan.intervals(step, CPU), fresh.intervals(step, CPU), strict=True):
             assert torch.equal(ours.lo, theirs.lo) and torch.equal(ours.hi, theirs.hi)
         hop, expected = plan[step].intra_host, fresh[step].intra_host
         assert hop.sends == expected.sends and hop.receives == expected.receives

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -12,10 +13,12 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqpar import Mask
+from seqpar.kernels.cpu import pairs_computed_on_cpu
 from seqpar.kernels.tiles import TileKind, decompose
 from seqpar.placement.heads import Heads, kv_index
-from seqpar.placement.layout import CPU, LayoutName, TokenLayout
+from seqpar.placement.layout import CPU, LayoutName, TokenLayout, segments_layout
 from seqpar.placement.placement import Placement
+from seqpar.planner.pairs import visible_pairs
 from seqpar.schedule.plan import AttentionPlan
 from seqpar.schedule.program import Hop
 from seqpar.schedule.rows import KeyIntervals, RowSpans
@@ -50,13 +53,11 @@ def test_each_visible_pair_is_computed_exactly_once(problem: Scheduled) -> None:
     for rank in range(shards.ring):
         plan = AttentionPlan(mask, shards, rank, gather, per_host)
         for step in range(len(plan)):
-            rows = plan.intervals(step, CPU, positions=True)
-            if rows is None:
-                continue
-            keys = torch.arange(rows.k_positions.shape[0])
-            seen = (keys >= rows.lo[0, :, None]) & (keys < rows.hi[0, :, None])
-            computed[rows.q_positions.long()[:, None], rows.k_positions.long()[None]] += seen
-            assert bool((rows.lo.diff() >= 0).all()) and bool((rows.hi.diff() >= 0).all())
+            for rows in plan.intervals(step, CPU, positions=True):
+                keys = torch.arange(rows.k_positions.shape[0])
+                seen = (keys >= rows.lo[0, :, None]) & (keys < rows.hi[0, :, None])
+                computed[rows.q_positions.long()[:, None], rows.k_positions.long()[None]] += seen
+                assert bool((rows.lo.diff() >= 0).all()) and bool((rows.hi.diff() >= 0).all())
     assert torch.equal(computed, mask.dense(shards.seq_len).long())
 
 
@@ -131,6 +132,34 @@ def test_a_window_receives_from_its_neighbour_only() -> None:
     assert [len(step.intra_host.receives) for step in steps] == [0, 1] + [0] * 62
     (transfer,) = steps[1].intra_host.receives
     assert transfer.peer == 19 and len(transfer.owner_rows) == 100
+
+
+def test_block_diffusion_sends_no_noisy_row() -> None:
+    """Each rank holds the same blocks of the clean and of the noisy half."""
+    clean, ranks = 64, 4
+    layout = segments_layout((clean, clean), ranks, "contiguous")
+    for rank in range(ranks):
+        shards = TokenLayout(2 * clean, layout, ring=ranks)
+        plan, held = (
+            AttentionPlan(Mask.block_diffusion(clean, 8), shards, rank),
+            shards.ring_positions(rank).tensor(CPU),
+        )
+        sent = [held[t.owner_rows.index(CPU)] for step in plan for t in step.intra_host.sends]
+        assert len(sent) == ranks - 1 - rank or (rank == 0 and len(sent) == 3)
+        assert all(bool((x < clean).all()) and len(x) == clean // ranks for x in sent)
+
+
+def test_a_tree_costs_its_area() -> None:
+    """The kernel for CPUs computes 16 answers to a long prompt with little more than their visible pairs."""
+    prompt, answer, answers = 32768, 4096, 16
+    seq_len = prompt + answer * answers
+    costs, areas = [], []
+    for mask in (Mask.tree([-1] + [0] * answers, [prompt] + [answer] * answers), Mask.causal()):
+        plan = AttentionPlan(mask, TokenLayout(seq_len, "contiguous", ring=1), 0)
+        costs.append(sum(map(pairs_computed_on_cpu, plan.intervals(0, CPU))))
+        areas.append(visible_pairs(mask, seq_len))
+    assert areas[0] == prompt * (prompt + 1) // 2 + answers * (prompt * answer + answer * (answer + 1) // 2)
+    assert costs[0] / costs[1] <= 1.1 * areas[0] / areas[1]
 
 
 @pytest.mark.parametrize("spans", [1, 16, 17, 40])
@@ -212,7 +241,7 @@ def test_each_head_attends_to_the_keys_of_each_step_once(
         computed = [
             (step.index, head) for step in steps if step.attends for head in step.q_heads or range(model_heads[0])
         ]
-        expected = [i for i in range(len(plan)) if plan.intervals(i, CPU) is not None]
+        expected = [i for i in range(len(plan)) if plan.intervals(i, CPU)]
         assert sorted(computed) == [(i, head) for i in expected for head in range(model_heads[0])]
     finished = [h for step in program.steps if step.is_last for h in step.q_heads or range(model_heads[0])]
     assert sorted(finished) == list(range(model_heads[0]))
@@ -231,9 +260,9 @@ def test_a_program_is_printed_step_by_step() -> None:
     )
 
 
-def pairs(intervals: KeyIntervals | None) -> int:
+def pairs(parts: Sequence[KeyIntervals]) -> int:
     """Visible (query, key) pairs."""
-    return 0 if intervals is None else int((intervals.hi.long() - intervals.lo.long()).sum())
+    return sum(int((intervals.hi.long() - intervals.lo.long()).sum()) for intervals in parts)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -293,24 +322,22 @@ def test_tiles_cover_the_intervals(problem: Scheduled, data: st.DataObject) -> N
     mask, shards, _, _ = problem
     plan = AttentionPlan(mask, shards, data.draw(st.integers(0, shards.ring - 1)))
     step = data.draw(st.integers(0, len(plan) - 1))
-    intervals = plan.intervals(step, CPU)
-    if intervals is None:
-        return
-    (lo,), (hi,) = intervals.lo, intervals.hi
-    keys = len(plan[step].keys or ())
-    seen = (torch.arange(keys) >= lo[:, None]) & (torch.arange(keys) < hi[:, None])
-    covered = torch.zeros_like(seen, dtype=torch.int64)
-    for tile in decompose(lo, hi):
-        q, k = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
-        if tile.kind is TileKind.FULL:
-            covered[q, k] += 1
-        elif tile.kind is TileKind.CAUSAL:
-            assert tile.q1 - tile.q0 == tile.k1 - tile.k0
-            covered[q, k] += torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0).tril().long()
-        else:
-            assert bool(seen[q, k].any())
-            covered[q, k] += seen[q, k]
-    assert torch.equal(covered, seen.long())
+    for intervals in plan.intervals(step, CPU):
+        (lo,), (hi,) = intervals.lo, intervals.hi
+        keys = len(plan[step].keys or ())
+        seen = (torch.arange(keys) >= lo[:, None]) & (torch.arange(keys) < hi[:, None])
+        covered = torch.zeros_like(seen, dtype=torch.int64)
+        for tile in decompose(lo, hi):
+            q, k = slice(tile.q0, tile.q1), slice(tile.k0, tile.k1)
+            if tile.kind is TileKind.FULL:
+                covered[q, k] += 1
+            elif tile.kind is TileKind.CAUSAL:
+                assert tile.q1 - tile.q0 == tile.k1 - tile.k0
+                covered[q, k] += torch.ones(tile.q1 - tile.q0, tile.k1 - tile.k0).tril().long()
+            else:
+                assert bool(seen[q, k].any())
+                covered[q, k] += seen[q, k]
+        assert torch.equal(covered, seen.long())
 
 
 @pytest.mark.parametrize(("size", "calls"), [(256, 1), (257, 3), (600, 5), (767, 5), (768, 1)])
@@ -328,7 +355,6 @@ def test_a_short_causal_square_is_cut(size: int, calls: int) -> None:
 
 def test_a_causal_shard_is_one_causal_tile() -> None:
     """The most common case is one kernel call without a mask tensor."""
-    intervals = AttentionPlan(Mask.causal(), TokenLayout(4096, "zigzag", ring=2), 0).intervals(0, CPU)
-    assert intervals is not None
+    (intervals,) = AttentionPlan(Mask.causal(), TokenLayout(4096, "zigzag", ring=2), 0).intervals(0, CPU)
     (tile,) = decompose(intervals.lo[0], intervals.hi[0])
     assert tile.kind is TileKind.CAUSAL and (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 2048, 0, 2048)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -75,10 +76,9 @@ def test_calls_compute_each_visible_pair_once(layout: str, ranks: int) -> None:
         for rank in range(ranks):
             plan = attention_plan(mask, TokenLayout(seq_len, layout, ring=ranks), rank)
             for i, step in enumerate(plan):
-                if (intervals := plan.intervals(i, CPU)) is None or step.keys is None:
-                    continue
-                k_len, q_len = len(step.keys), intervals.lo.shape[1]
-                for batch in {mask.batch, 2} if mask.batch == 1 else {mask.batch}:
+                batches = {mask.batch, 2} if mask.batch == 1 else {mask.batch}
+                for intervals, batch in product(plan.intervals(i, CPU), batches):
+                    k_len, q_len = len(step.keys or ()), intervals.lo.shape[1]
                     expected = seen_by(intervals, k_len).expand(batch, -1, -1)
                     for can in abilities:
                         calls = cut(intervals, batch, q_len, k_len, can, most=10**6)
@@ -122,7 +122,8 @@ def calls_of(
     for rank in range(ranks):
         plan = attention_plan(combined_mask(rules), TokenLayout(seq_len, layout, ring=ranks), rank)
         for i, step in enumerate(plan):
-            if (intervals := plan.intervals(i, CPU)) is not None and step.keys is not None:
+            if step.keys is not None:
+                (intervals,) = plan.intervals(i, CPU)
                 calls = cut(intervals, 1, intervals.lo.shape[1], len(step.keys), Abilities(gaps=True), 10**6)
                 assert calls is not None
                 found.append(calls)

@@ -35,11 +35,11 @@ HEADS = {"MHA": (4, 4), "GQA": (4, 2)}
 
 
 def steps_of(rules: Rules, cuts: list[int], device: str) -> list[tuple[slice, KeyIntervals]]:
-    """The keys of each step, and which of them each query sees."""
+    """The keys of each step, and which of them each query sees. Each part of the mask has steps of its own."""
     positions = torch.arange(SEQ_LEN, dtype=torch.int32)
-    lo, hi = (x.reshape(-1, SEQ_LEN) for x in combined_mask(rules).intervals(positions.long()))
     steps = []
-    for start, stop in pairwise(cuts):
+    for (start, stop), ends in product(pairwise(cuts), combined_mask(rules).interval_sets(positions.long())):
+        lo, hi = (x.reshape(-1, SEQ_LEN) for x in ends)
         first, last = (x.clamp(start, stop).int() - start for x in (lo, hi))
         intervals = KeyIntervals(first, torch.maximum(first, last), positions, positions[start:stop])
         steps.append((slice(start, stop), intervals.to(torch.device(device))))
@@ -117,7 +117,8 @@ def check(
     for number, (keys, intervals) in enumerate(steps):
         grads = Grads(dq, dk[:, keys].clone(), dv[:, keys].clone(), new_dq=number == 0, new_dkv=number == 0)
         backend.backward(q, k[:, keys], v[:, keys], output, intervals, score, grads)
-        dk[:, keys], dv[:, keys] = (x - float(number > 0) for x in (grads.dk, grads.dv))
+        added_to_ones = number > 0 and keys != steps[number - 1][0]
+        dk[:, keys], dv[:, keys] = (x - float(added_to_ones) for x in (grads.dk, grads.dv))
     expected = dense_gradients(q, k, v, visible, dout, gradient_of_lse, sinks=score.sinks)
     for name, x in {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}.items():
         assert_close(x, expected[name], dtype, name)

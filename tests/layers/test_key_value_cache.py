@@ -21,7 +21,11 @@ from ..reference import assert_close
 from ..strategy_cases import DISTINCT_LAYERS, LAYER_STRATEGIES, layout_of
 
 NEW = (1, 1, 4, 1)  # new tokens of each call after the prompt
-MASKS = {"causal": Mask.causal(), "window": Mask.sliding_window(6), "padding": Mask.padding([0, 5]) & Mask.causal()}
+MASKS = {
+    "causal": Mask.causal(),
+    "window": (Mask.sliding_window(6) | Mask.global_tokens(2)) & Mask.causal(),
+    "padding": Mask.padding([0, 5]) & Mask.causal(),
+}
 SCORES = {"softmax_scale": 0.7, "alibi_slopes": [0.5, 0.02, 0.3, 0.0, 1.0, 0.1]}
 # seq_len of the prompt, (heads, KV heads), mask, arguments of the layer. With 5 heads over 4 tensor-parallel ranks the
 # KV heads are uneven.

@@ -101,6 +101,8 @@ MASKS = {
     "window around": Mask.sliding_window(70, 3),
     "padding": Mask.causal() & Mask.padding(3, 9),
     "rows": Mask.documents([[0, 7, 61], [0, 30, 61]]),
+    "tree": Mask.tree([-1, 0, 0, 2, 0], [20, 11, 3, 9, 18]),
+    "union of rows": Mask.documents([[0, 7, 61], [0, 30, 61]]) | Mask.global_tokens(4),
 }
 
 

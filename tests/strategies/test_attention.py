@@ -219,7 +219,7 @@ def test_local(batch: Batch) -> None:
 def test_backends_on_long_sequences(rules: Rules, v_head_dim: int | None, backend: str) -> None:
     """Long enough for full, causal and masked tiles in one call."""
     longer = tuple(times(rule, 11) for rule in rules)
-    problem = Problem(601, rows_of(rules), 2, 1, head_dim=16, v_head_dim=v_head_dim, rules=longer)
+    problem = Problem(602, rows_of(rules), 2, 1, head_dim=16, v_head_dim=v_head_dim, rules=longer)
     verify_local(Case(problem, "local", backend=backend))
 
 
@@ -227,11 +227,14 @@ def times(rule: Rule, factor: int) -> Rule:
     """The same mask for a sequence ``factor`` times as long."""
 
     def scaled(x: Any) -> Any:
+        if isinstance(x, Rule):
+            return times(x, factor)
         if isinstance(x, tuple):
             return tuple(scaled(item) for item in x)
         return x if isinstance(x, bool) or x < 0 else x * factor
 
-    return replace(rule, args=scaled(rule.args))
+    kept = rule.args[:1] if rule.name == "tree" else ()  # the parents
+    return replace(rule, args=(*kept, *scaled(rule.args[len(kept) :])))
 
 
 def in_layouts(items: Sequence[Item], strategy: str, world: int) -> list[tuple[Item, str]]:

@@ -61,9 +61,10 @@ class Block(torch.nn.Module):
 
 
 def documents(seq_len: int, step: int) -> Mask:
-    """Other documents at each step, and another number of them."""
+    """Other documents at each step, and another number of them; at one step some tokens that all queries see."""
     starts = sorted({0, *((7 * step + 11 * i) % seq_len for i in range(1 + step % 4))})
-    return Mask.documents([*starts, seq_len])
+    packed = Mask.documents([*starts, seq_len])
+    return packed | Mask.global_tokens(5) if step == 1 else packed
 
 
 SMOOTHING = 0.1

@@ -351,6 +351,7 @@ def test_bytes(batch: Batch, world: int) -> None:
     batch.check(world, count_bytes, rows, verify)
 
 
+_TREE = Mask.tree([-1, 0, 0], [2, 1, 1])
 BAD: tuple[tuple[str, Any], ...] = (
     ("x: 3 batch rows beside 2 of x", lambda s, x: by_states(None, None, None, [x, x.new_zeros(3, 4, 1)], sharding=s)),
     (r"kv: x has \[6\] heads and kv has \[4\]", lambda s, x: by_heads(None, x, x[:, :, :4], sharding=s)),
@@ -359,6 +360,9 @@ BAD: tuple[tuple[str, Any], ...] = (
     ("length: this rank holds 3 tokens", lambda s, x: halo(None, x[:, :3], 2, sharding=s)),
     ("width=-1", lambda s, x: halo(None, x, -1, sharding=s)),
     ("cu_seqlens: the last boundary is 5", lambda s, x: halo(None, x, 2, sharding=s, mask=Mask.documents([0, 5]))),
+    ("its tokens are no sequences", lambda s, x: halo(None, x, 2, sharding=s, mask=_TREE)),
+    ("its tokens are no sequences", lambda s, x: by_heads(None, x, sharding=s, mask=_TREE)),
+    ("its tokens are no sequences", lambda s, x: by_states(None, None, None, x, sharding=s, mask=_TREE)),
     ("x: expected floating-point tensors, got torch.int64", lambda s, x: halo(None, x.long(), 2, sharding=s)),
     ("fn: it returned", lambda s, x: halo(lambda y: y, x, 2, sharding=s)),
     ("fn: it returned NoneType", lambda s, x: by_heads(lambda heads, y: None, x, sharding=s)),

@@ -521,7 +521,11 @@ def test_is_causal_does_not_take_away_a_prefix() -> None:
     q = torch.randn(1, 2, 8, 4)
     with seqpar.replace_sdpa(sharding, Mask.prefix_lm(6)):
         y = F.scaled_dot_product_attention(q, q, q)
-        with pytest.raises(ValueError, match="is_causal=True: it would take away the later keys"):
+        with pytest.raises(ValueError, match="is_causal=True: it would take away later keys"):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with seqpar.replace_sdpa(sharding, Mask.documents([0, 8], causal=False) | Mask.global_tokens(2)):
+        F.scaled_dot_product_attention(q, q, q)
+        with pytest.raises(ValueError, match="is_causal=True: it would take away later keys"):
             F.scaled_dot_product_attention(q, q, q, is_causal=True)
     dense = Mask.prefix_lm(6).dense(8)
     torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q, dense))
