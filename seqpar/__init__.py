@@ -34,7 +34,7 @@ from .masks.mask import Mask
 from .masks.rules import tree_positions
 from .placement.layout import Assigned
 from .ranks.mesh import init_mesh
-from .scaled_dot_product import replace_sdpa, sdpa
+from .scaled_dot_product import replace_sdpa, sdpa, varlen_attn
 from .sharding.functions import positions, shard, unshard
 from .sharding.sharding import Sharding
 from .shifting import shift
@@ -130,6 +130,7 @@ __all__ = [
     "tree_positions",
     "ulysses_attention",
     "unshard",
+    "varlen_attn",
     "verify",
     "vocab_parallel_cross_entropy",
 ]

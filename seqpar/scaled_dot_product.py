@@ -9,17 +9,26 @@ import ctypes
 import sys
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from functools import cache
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, get_overridable_functions
+from torch.nn.attention.flex_attention import flex_attention
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    get_overridable_functions,
+    handle_torch_function,
+)
 from torch.utils.checkpoint import CheckpointFunction
 
 from .base.checks import check_dense, check_int, no_compile
 from .decoding import KeyValueCache, check_cache
+from .flex_and_varlen import TorchCall, flex_call, varlen_call, varlen_mask
 from .functional import attention
 from .masks.mask import Mask
 from .masks.rules import CausalBlocks, PrefixLM
@@ -56,7 +65,7 @@ _ATTENTION = "attention", "attn"
 # block, and then with this rank's tokens alone. Other checkpointing notices that.
 _reentrant: Running[bool] = Running()
 # A thread-local value that PyTorch also sets in the threads that run the backward which this thread has called.
-_ATTEND = "seqpar_attend"
+_MODE = "seqpar_mode"
 # The open blocks that do not say which modules attend over the sequence, in any thread.
 _without_modules: list[replace_sdpa] = []
 _BUILTIN = frozenset(value for name, value in vars(torch).items() if "attention" in name and callable(value))
@@ -107,6 +116,21 @@ def sdpa(
         ValueError: an ``attn_mask``, or both ``mask`` and ``is_causal``; or an argument that ``seqpar.attention``
             refuses.
     """
+    call = SdpaCall(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return _attended(call, False, sharding, mask, cache, layer, options)[0]
+
+
+def _attended(
+    call: SdpaCall,
+    return_lse: bool,
+    sharding: Sharding,
+    mask: Mask | None,
+    cache: KeyValueCache | None,
+    layer: Hashable,
+    options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """``out [b, h, s, e]`` and with ``return_lse`` also ``lse [b, h, s]``: ``sdpa`` documents the rest."""
+    q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding that the tokens were sharded with")
     if isinstance(attn_mask, Tensor) and attn_mask.is_floating_point():
@@ -140,10 +164,68 @@ def sdpa(
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, s, h, d], [b, s, n, d], [b, s, n, e]
     if cache is not None:
         check_cache(cache, sharding, dropout_p)
-        cached_options: Any = options
-        return cache.attention(layer, q, k, v, mask=mask, softmax_scale=scale, **cached_options).transpose(1, 2)
-    out = attention(q, k, v, mask=mask, sharding=sharding, softmax_scale=scale, dropout_p=dropout_p, **options)
-    return out.transpose(1, 2)
+        if return_lse:
+            raise ValueError("the log-sum-exp of the scores is not returned with a cache; call attention without it")
+        return cache.attention(layer, q, k, v, mask=mask, softmax_scale=scale, **options).transpose(1, 2), None
+    given: Any = {"mask": mask, "sharding": sharding, "softmax_scale": scale, "dropout_p": dropout_p, **options}
+    if not return_lse:
+        return attention(q, k, v, **given).transpose(1, 2), None
+    out, lse = attention(q, k, v, return_lse=True, **given)
+    return out.transpose(1, 2), lse
+
+
+def varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    sharding: Sharding,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+    **options: Unpack[SdpaOptions],
+) -> Tensor:
+    """``torch.nn.attention.varlen.varlen_attn`` of this rank's tokens over the tokens of all ranks.
+
+    It has PyTorch's arguments and defaults. The boundaries are those of the full sequence, not of a shard. They are
+    copied to the host in each call; ``seqpar.attention`` with a mask that is made once does not copy.
+
+    Args:
+        query: ``[tokens, heads, head_dim]``, this rank's tokens.
+        key: ``[tokens, kv_heads, head_dim]``, of the same tokens.
+        value: ``[tokens, kv_heads, v_head_dim]``, of the same tokens.
+        cu_seq_q: int ``[docs + 1]``, the documents' boundaries in positions of the full sequence.
+        cu_seq_k: the same boundaries.
+        max_q: at least the length of the longest document.
+        max_k: likewise.
+        sharding: how the tokens are sharded.
+        return_aux: None, or a request of nothing: ``seqpar.attention`` returns the log-sum-exp.
+        scale: a factor on the scores, ``head_dim ** -0.5`` by default.
+        window_size: (left, right) as in ``Mask.sliding_window``, inside of each document: (-1, -1) is full attention,
+            and (-1, 0) is causal.
+        enable_gqa: whether ``kv_heads`` may be smaller than ``heads``.
+        options: ``strategy`` ("ring" by default) and its options, and other keyword arguments of ``seqpar.attention``.
+
+    Returns:
+        ``[tokens, heads, v_head_dim]`` in query's dtype.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: boundaries of something else than the full sequence, or that differ between queries and keys; or an
+            argument that ``seqpar.attention`` refuses.
+    """
+    if not isinstance(sharding, Sharding):
+        raise TypeError(f"sharding={sharding!r}: expected the seqpar.Sharding that the tokens were sharded with")
+    settings: Any = {"return_aux": return_aux, "scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+    call = varlen_call(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **settings)
+    mask = varlen_mask(cu_seq_q, cu_seq_k, max_q, max_k, window_size, sharding.seq_len)
+    out = sdpa(*call[:3], scale=scale, enable_gqa=enable_gqa, sharding=sharding, mask=mask, **options)
+    return out[0].transpose(0, 1)
 
 
 def _with_causal(mask: Mask) -> Mask | None:
@@ -190,18 +272,29 @@ class SdpaMode(TorchFunctionMode):
         """Whether a call of attention now is over sharded tokens, so that other operators cannot compute it."""
         raise NotImplementedError
 
+    def attend_instead(self, function: _PythonFunction, args: Any, kwargs: Any) -> Any:
+        """What the block computes instead of another function of PyTorch."""
+        if self.is_sharded():
+            self._refuse(function)
+        return function.original(*args, **kwargs)
+
+    def _refuse(self, func: object) -> NoReturn:
+        raise ValueError(
+            f"{func}: this operator computes attention over this rank's tokens only; call "
+            f"F.scaled_dot_product_attention, or seqpar.attention with a seqpar.Mask; {self.advice}"
+        )
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is original_sdpa:
             return self.attend(SdpaCall(*args, **kwargs))
+        if isinstance(func, _PythonFunction):
+            return self.attend_instead(func, args, kwargs)
         if func is Tensor.unflatten:  # torch.compile cannot trace the function itself here
             return args[0].unflatten(*args[1:], **kwargs)
         if func not in _CALLERS:
             if _is_attention(func) and self.is_sharded():
-                raise ValueError(
-                    f"{func}: this operator computes attention over this rank's tokens only; call "
-                    f"F.scaled_dot_product_attention, or seqpar.attention with a seqpar.Mask; {self.advice}"
-                )
+                self._refuse(func)
             return func(*args, **kwargs)
         needs_weights = func is F.multi_head_attention_forward and kwargs.get("need_weights", True)
         if needs_weights and self.is_sharded():
@@ -214,8 +307,8 @@ class SdpaMode(TorchFunctionMode):
     @no_compile  # compiled code would hold one of PyTorch's functions as a whole, with its own attention
     def _needs_fullgraph_false(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``func(*args, **kwargs)``, in which the mode is off, with this thread's attention replaced by ``attend``."""
-        before = _attend_of_thread()
-        _stash(lambda *args, **kwargs: self.attend(SdpaCall(*args, **kwargs)))
+        before = _stashed_mode()
+        _stash(self)
         try:
             return func(*args, **kwargs)
         finally:
@@ -227,6 +320,8 @@ class SdpaMode(TorchFunctionMode):
         self._undo.enter_context(replaced_in(F, "scaled_dot_product_attention", _by_thread))
         for cls in (torch.jit.ScriptModule, torch.jit.TopLevelTracedModule):
             self._undo.enter_context(replaced_in(cls, "forward", _CheckedForward))
+        for function in _python_functions():
+            self._undo.enter_context(replaced_in(function.function, "__code__", function.code))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
@@ -239,8 +334,13 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
 
     This covers every way to call the function in Python, such as ``nn.MultiheadAttention``, and also compiled models,
     which may be compiled in the block. ``nn.MultiheadAttention`` is not compiled then: ``fullgraph=True`` raises.
-    Other attention raises an error: FlexAttention, operators that a package registers with PyTorch, modules of
-    TorchScript, and calls of the function in another thread (with ``modules``, other threads are left alone).
+
+    PyTorch's ``flex_attention`` and ``varlen_attn`` are attention over the sequence too. Their ``block_mask`` (of the
+    full sequence, or of this rank's tokens with a ``mask_mod`` of positions alone) or ``cu_seq_q`` (in the full
+    sequence) must mean ``mask`` for this rank's tokens. These calls are not compiled, and have no ``score_mod``.
+
+    Other attention raises an error: operators that a package registers with PyTorch, modules of TorchScript, and calls
+    in another thread (with ``modules``, other threads are left alone).
 
     The block does not see functions of TorchScript, functions that are not registered with PyTorch, and scores that a
     model multiplies by itself. It raises an error only if no call at all was replaced. With ``modules``, it raises an
@@ -355,9 +455,20 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
         return self.masks if self.modules is None else self.modules.masks_now()
 
     def attend(self, call: SdpaCall) -> Tensor:
+        return self._attend(call)[0]
+
+    def attend_instead(self, function: _PythonFunction, args: Any, kwargs: Any) -> Any:
+        if not self.is_sharded():
+            return function.original(*args, **kwargs)
+        call = function.read(*args, **kwargs)
+        arguments = SdpaCall(*call[:3], scale=call.scale, enable_gqa=call.enable_gqa)
+        return call.returned(*self._attend(arguments, call))
+
+    def _attend(self, call: SdpaCall, of: TorchCall | None = None) -> tuple[Tensor, Tensor | None]:
+        """The output and, if the call ``of`` another function needs it, the log-sum-exp."""
         masks = self._masks()
         if masks is None:
-            return call.original()
+            return call.original(), None
         queries, keys = call.query.shape[-2], call.key.shape[-2]
         if keys in self.whole_keys:
             if call.is_causal and queries != keys:
@@ -365,7 +476,12 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
                     f"is_causal=True: PyTorch would compare positions of {queries} sharded queries with "
                     f"{keys} keys that are whole"
                 )
-            return call.original()
+            if of is not None and (of.check is not None or of.needs_lse):
+                raise ValueError(
+                    f"{keys} keys that are whole: expected a call without block_mask, cu_seq_q and log-sum-exp; call "
+                    "F.scaled_dot_product_attention"
+                )
+            return call.original(), None
         if queries != keys:
             raise ValueError(
                 f"{queries} queries and {keys} keys: expected this rank's tokens of both; if every "
@@ -379,15 +495,14 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
                 "is_causal=True: it would take away later keys that the mask of replace_sdpa (prefix_lm, blocks, a "
                 "union) may let tokens see; let the model call its attention without is_causal"
             )
+        if of is not None and of.check is not None:
+            if self.cache is not None:
+                raise ValueError("block_mask, cu_seq_q: a call with a cache takes the mask of replace_sdpa alone")
+            of.check(mask, self.sharding)
         self.calls += 1
-        return sdpa(
-            *call._replace(is_causal=False),
-            sharding=self.sharding,
-            mask=mask,
-            cache=self.cache,
-            layer=self.calls,
-            **self.options,
-        )
+        needs_lse = of is not None and of.needs_lse
+        call = call._replace(is_causal=False)
+        return _attended(call, needs_lse, self.sharding, mask, self.cache, self.calls, self.options)
 
 
 class _Modules:
@@ -479,8 +594,9 @@ def _is_attention(func: Any) -> bool:
     return any(word in name for word in _ATTENTION) and not name.startswith("seqpar.")
 
 
-def _attend_of_thread() -> Any:
-    return torch._C._get_obj_in_tls(_ATTEND) if torch._C._is_key_in_tls(_ATTEND) else None
+def _stashed_mode() -> Any:
+    """The block in which this thread runs one of ``_CALLERS``."""
+    return torch._C._get_obj_in_tls(_MODE) if torch._C._is_key_in_tls(_MODE) else None
 
 
 def _steals_references() -> bool:
@@ -497,16 +613,89 @@ def _steals_references() -> bool:
 _STEALS = _steals_references()
 
 
-def _stash(attend: Any) -> None:
-    """Set what ``_attend_of_thread`` returns."""
-    torch._C._stash_obj_in_tls(_ATTEND, attend)
+def _stash(mode: Any) -> None:
+    """Set what ``_stashed_mode`` returns."""
+    torch._C._stash_obj_in_tls(_MODE, mode)
     if _STEALS:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(attend))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mode))
 
 
 def _mode_of_thread() -> SdpaMode | None:
     """The innermost block that this thread is in."""
     return next((m for m in reversed(_get_current_function_mode_stack()) if isinstance(m, SdpaMode)), None)
+
+
+def _check_thread(function: str) -> None:
+    """Raise if this thread, which is in no block, calls ``function`` while a block is open in another thread."""
+    if _without_modules and _mode_of_thread() is None:
+        raise ValueError(
+            f"{function}: called in a thread outside of a replace_sdpa block, while the block is open in another "
+            "thread; if it attends over this rank's tokens only, pass replace_sdpa modules= with the modules that "
+            "attend over the sequence, otherwise call it in the thread of the block"
+        )
+
+
+class _PythonFunction:
+    """A function of PyTorch that is written in Python, called so that modes see it, as they see functions in C.
+
+    Attributes:
+        function: the function, whose code a block replaces, because packages have imported the function itself.
+        original: the same function with its own code.
+        read: what a call of it computes, from its arguments.
+    """
+
+    def __init__(self, function: Any, read: Callable[..., TorchCall], code: Any) -> None:
+        self.function, self.read = function, read
+        self._code: CodeType = code.__code__
+        self.original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+        self.original.__kwdefaults__ = function.__kwdefaults__
+
+    def code(self, original: object) -> CodeType:
+        """The code inside of a block."""
+        return self._code
+
+    def __str__(self) -> str:
+        return self.original.__name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(cast(Any, self), (), *args, **kwargs)
+        mode = _stashed_mode()
+        if mode is not None:
+            return mode.attend_instead(self, args, kwargs)
+        _check_thread(str(self))
+        return self.original(*args, **kwargs)
+
+
+@no_compile  # the mask of a call is compared with the block's, and compiled code does not know its values
+def _needs_fullgraph_false(name: str, args: Any, kwargs: Any) -> Any:
+    function = next(x for x in _python_functions() if str(x) == name)
+    return function(*args, **kwargs)
+
+
+def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    from seqpar.scaled_dot_product import _needs_fullgraph_false  # the code runs with the names of PyTorch's module
+
+    return _needs_fullgraph_false("flex_attention", args, kwargs)
+
+
+def _varlen_attn(*args: Any, **kwargs: Any) -> Any:
+    from seqpar.scaled_dot_product import _needs_fullgraph_false
+
+    return _needs_fullgraph_false("varlen_attn", args, kwargs)
+
+
+_FLEX = _PythonFunction(flex_attention, flex_call, _flex_attention)
+
+
+def _python_functions() -> list[_PythonFunction]:
+    # Importing varlen takes seconds. If nothing has imported it, nothing can call it.
+    return [_FLEX, _varlen()] if "torch.nn.attention.varlen" in sys.modules else [_FLEX]
+
+
+@cache
+def _varlen() -> _PythonFunction:
+    return _PythonFunction(sys.modules["torch.nn.attention.varlen"].varlen_attn, varlen_call, _varlen_attn)
 
 
 def _by_thread(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -515,14 +704,12 @@ def _by_thread(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        attend = _attend_of_thread()
-        if attend is None and _without_modules and _mode_of_thread() is None:
-            raise ValueError(
-                "F.scaled_dot_product_attention: called in a thread outside of a replace_sdpa block, while the block "
-                "is open in another thread; if it attends over this rank's tokens only, pass replace_sdpa modules= "
-                "with the modules that attend over the sequence, otherwise call it in the thread of the block"
-            )
-        return (attend or original)(*args, **kwargs)
+        mode = _stashed_mode()
+        if mode is not None:
+            result: Tensor = mode.attend(SdpaCall(*args, **kwargs))
+            return result
+        _check_thread("F.scaled_dot_product_attention")
+        return original(*args, **kwargs)
 
     return scaled_dot_product_attention
 

@@ -467,9 +467,11 @@ def token_ranges(attention_mask: Tensor) -> TokenRanges | None:
 
     None if there is no padding.
     """
-    if attention_mask.dim() != 2:
+    if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+        is_tensor = isinstance(attention_mask, Tensor)
+        got = f"shape {tuple(attention_mask.shape)}" if is_tensor else type(attention_mask).__name__
         raise ValueError(
-            f"attention_mask: shape {tuple(attention_mask.shape)}; expected ones and zeros [batch, seq] "
+            f"attention_mask: {got}; expected ones and zeros [batch, seq] "
             "(causality, windows and documents need no dense mask here)"
         )
     mask = attention_mask.detach().cpu()

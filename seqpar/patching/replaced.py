@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 
@@ -28,13 +29,13 @@ _shared: dict[tuple[object, str], list[Any]] = {}  # the original, its replaceme
 
 @contextmanager
 def replaced_in(owner: object, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """In the block, the attribute ``name`` of a module or class is ``make(original)``.
+    """In the block, the attribute ``name`` of a module or class, or the code of a function, is ``make(original)``.
 
     Blocks may overlap, and need not end in the order in which they began. All of them share the first one's value.
     """
     entry = _shared.get((owner, name))
     if entry is None:
-        original = vars(owner)[name]
+        original = _value(owner, name)
         entry = _shared[owner, name] = [original, make(original), 0]
         setattr(owner, name, entry[1])
     entry[2] += 1
@@ -44,5 +45,9 @@ def replaced_in(owner: object, name: str, make: Callable[[Any], Any]) -> Iterato
         entry[2] -= 1
         if not entry[2]:
             del _shared[owner, name]
-            if vars(owner)[name] is entry[1]:
+            if _value(owner, name) is entry[1]:
                 setattr(owner, name, entry[0])
+
+
+def _value(owner: object, name: str) -> Any:
+    return getattr(owner, name) if isinstance(owner, FunctionType) else vars(owner)[name]

@@ -410,7 +410,7 @@ KEPT: dict[str, str] = {
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
     "ranks.rendezvous": "waits_in_vain",
-    "scaled_dot_product": "_reentrant _without_modules _Modules.masks _Modules.__init__",
+    "scaled_dot_product": "_reentrant _without_modules _Modules.masks _Modules.__init__ _varlen",
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
         "AttentionPlan._programs AttentionPlan.checksum AttentionPlan.longest AttentionPlan.dense "

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.attention.flex_attention import create_block_mask
 
 pytest.importorskip("transformers")
 
@@ -410,6 +411,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no tokens": (lambda: seqpar.hf.shard_batch({"labels": ONES}), r"'input_ids' \[batch, seq\]"),
     "short mask": (lambda: shard(attention_mask=ONES[:, :7]), r"shape \(2, 7\); expected \(2, 8\)"),
     "mask of scores": (lambda: shard(attention_mask=torch.ones(2, 1, 8, 8)), "no dense mask"),
+    "mask of FlexAttention": (
+        lambda: shard(attention_mask=create_block_mask(lambda b, h, i, j: i >= j, None, None, 8, 8, "cpu")),
+        "attention_mask: BlockMask; expected ones and zeros",
+    ),
     "mask of documents": (lambda: shard(attention_mask=2 * ONES), "values up to 2"),
     "mask with holes": (lambda: shard(attention_mask=HOLES), "row 0 has zeros between"),
     "short labels": (lambda: shard(labels=ONES[:, 1:]), r"labels: shape \(2, 7\)"),

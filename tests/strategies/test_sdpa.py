@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 import seqpar
@@ -371,11 +370,6 @@ def no_attention() -> None:
     torch.softmax(X, -1)
 
 
-def flex() -> None:
-    F.scaled_dot_product_attention(X, X, X)
-    flex_attention(X, X, X)
-
-
 def fused() -> None:
     F.scaled_dot_product_attention(X, X, X)
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(X, X, X)
@@ -465,8 +459,7 @@ def reentrant_with_gradients() -> None:
         (cross_attention, r"8 queries and 3 keys: .* whole_keys=\[3\]"),
         (causal_over_whole_keys, "8 sharded queries with 5 keys"),
         (weights, "need_weights=False"),
-        (flex, r"flex_attention: .* seqpar\.attention with a seqpar\.Mask; .* modules="),
-        (fused, "aten._scaled_dot_product_flash_attention_for_cpu: .* seqpar.attention"),
+        (fused, r"_scaled_dot_product_flash_attention_for_cpu: .* seqpar\.attention with a seqpar\.Mask; .* modules="),
         (fused_by_torch, "_scaled_dot_product_attention_math.*: .* seqpar.attention"),
         (in_another_thread, "called in a thread outside of a replace_sdpa block"),
         (traced, "Attention.*: a module of TorchScript, which computes attention over this rank's tokens only"),
