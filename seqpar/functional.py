@@ -37,15 +37,10 @@ if TYPE_CHECKING:
 
     from .placement.strategies import Comm, StrategyOptions
 
-    class SharedArguments(TypedDict, total=False):
-        """The keyword arguments that ``attention`` has under every strategy, except ``return_lse``, which decides what
-        it returns; ``attention`` documents them."""
+    class ValueArguments(TypedDict, total=False):
+        """The keyword arguments of ``attention`` that do not say which ranks hold which tokens."""
 
         mask: Mask
-        mesh: DeviceMesh | None
-        group: ProcessGroup | None
-        layout: Layout | None
-        sharding: Sharding | None
         softmax_scale: float | None
         softcap: float
         sinks: Tensor | None
@@ -53,9 +48,18 @@ if TYPE_CHECKING:
         dropout_p: float
         deterministic: bool
         backend: BackendName
-        seq_len: int | None
         dropout_seed: int | None
         latent_weight: Tensor | None
+
+    class SharedArguments(ValueArguments, total=False):
+        """The keyword arguments that ``attention`` has under every strategy, except ``return_lse``, which decides what
+        it returns; ``attention`` documents them."""
+
+        mesh: DeviceMesh | None
+        group: ProcessGroup | None
+        layout: Layout | None
+        sharding: Sharding | None
+        seq_len: int | None
 
     class FixedArguments(SharedArguments, StrategyOptions, total=False):
         """The keyword arguments of ``attention`` under one strategy, except ``return_lse``."""
@@ -64,6 +68,14 @@ if TYPE_CHECKING:
         """The keyword arguments of ``attention`` except ``return_lse``."""
 
         strategy: StrategyName
+
+    class ReplayArguments(ValueArguments, StrategyOptions, total=False):
+        """The keyword arguments of ``replay`` except ``ranks`` and ``return_lse``."""
+
+        strategy: StrategyName
+        layout: Layout
+        ranks_per_host: int | None
+        shared_memory: bool
 
 
 class _AttentionHeader(NamedTuple):
@@ -313,6 +325,25 @@ def _agree(
     return sharding, dropout_seed, joins_backward
 
 
+@overload
+def replay(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ranks: int,
+    return_lse: Literal[False] = False,
+    **options: Unpack[ReplayArguments],
+) -> Tensor: ...
+@overload
+def replay(
+    q: Tensor, k: Tensor, v: Tensor, *, ranks: int, return_lse: Literal[True], **options: Unpack[ReplayArguments]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def replay(
+    q: Tensor, k: Tensor, v: Tensor, *, ranks: int, return_lse: bool, **options: Unpack[ReplayArguments]
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@no_compile
 def replay(
     q: Tensor,
     k: Tensor,

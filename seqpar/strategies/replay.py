@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ..base.cache import is_captured
-from ..base.checks import no_compile
 from ..comm.p2p import links_of
 from ..masks.mask import Mask
 from ..placement.layout import Layout
@@ -33,7 +32,6 @@ from .prepare import new_call
 OfRank = TypeVar("OfRank")
 
 
-@no_compile
 def attend_in_process(
     q: Tensor,
     k: Tensor,

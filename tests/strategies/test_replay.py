@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask
@@ -193,6 +194,23 @@ def test_the_log_sum_exp_alone() -> None:
         )
         assert_close([*got], [*expected])
         assert all(map(torch.equal, got, again))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_compiled_and_checkpointed(strategy: str) -> None:
+    """A replay in compiled code runs uncompiled, and one that is computed again in backward has the same bits."""
+    leaves = [torch.randn(1, 23, 4, 8, requires_grad=True) for _ in range(3)]
+
+    def attend(*qkv: Tensor) -> Tensor:
+        out: Tensor = replay(*qkv, ranks=3, strategy=strategy)
+        return out * 2
+
+    results = []
+    for function in (attend, torch.compile(attend, backend="eager"), partial(checkpoint, attend, use_reentrant=False)):
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    for other in results[1:]:
+        assert all(map(torch.equal, other, results[0]))
 
 
 def test_errors() -> None:
