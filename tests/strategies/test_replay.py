@@ -135,7 +135,7 @@ def attend_with_latents(group: ProcessGroup) -> tuple[list[Tensor], list[Tensor]
     torch.manual_seed(0)
     shapes = (1, 29, 4, 12), (1, 29, 1, 8), (1, 29, 1, 4), (4, 13, 8)
     *qkv, weight = (torch.randn(shape) for shape in shapes)
-    dout, mask = torch.randn(1, 29, 4, 5), Mask.documents([0, 11, 29])
+    dout, mask = torch.randn(1, 29, 4, 5), Mask.tree([-1, 0, 0], [11, 9, 9])
     sharding = seqpar.Sharding.balanced(mask, 29, group=group)
     leaves = [x.requires_grad_() for x in (*map(sharding.shard, qkv), weight.clone())]
     out = seqpar.ring_attention(*leaves[:3], sharding=sharding, mask=mask, latent_weight=leaves[3])
@@ -147,7 +147,7 @@ def attend_with_latents(group: ProcessGroup) -> tuple[list[Tensor], list[Tensor]
     return own, [*map(sharding.shard, replayed[:4]), replayed[4]]
 
 
-def test_latents_and_a_balanced_layout(pool: Pool) -> None:
+def test_latents_a_tree_and_a_balanced_layout(pool: Pool) -> None:
     results = pool.run(3, attend_with_latents)
     for own, replayed in results:
         assert [same_bits(x, y) for x, y in zip(own[:4], replayed[:4], strict=True)] == [True] * 4
