@@ -34,6 +34,10 @@ MODS: dict[str, tuple[Mod, Mask]] = {
     "window": (lambda b, h, i, j: (i - j <= 9) & (j - i <= 4), Mask.sliding_window(9, 4)),
     "prefix": (lambda b, h, i, j: (i >= j) | (j < 40), Mask.prefix_lm(40)),
     "chunks": (lambda b, h, i, j: (i // 24 == j // 24) & (i >= j), Mask.chunked(24)),
+    "tokens that all see": (
+        lambda b, h, i, j: ((i - j <= 9) | (j < 5)) & (i >= j),
+        (Mask.sliding_window(9) | Mask.global_tokens(5)) & Mask.causal(),
+    ),
     "padding of each row": (
         lambda b, h, i, j: (i >= j) & (j >= 20 * b) & (i >= 20 * b),
         Mask.causal() & Mask.padding([0, 20]),
@@ -127,7 +131,7 @@ def answer(group: ProcessGroup, layout: Any, strategy: Any, names: list[str], se
     [
         (1, "zigzag", "ring", ["documents"]),
         (2, "zigzag", "ring", [*MODS]),
-        (4, "striped", "ulysses", ["padding of each row", "documents"]),
+        (4, "striped", "ulysses", ["tokens that all see", "padding of each row", "documents"]),
     ],
 )
 def test_one_device_s_results(pool: Pool, world: int, layout: str, strategy: str, names: list[str]) -> None:
@@ -145,12 +149,15 @@ def without_blocks(mod: Mod) -> BlockMask:
     return mask
 
 
-def full_blocks(mod: Mod) -> BlockMask:
-    """A block mask whose first block of each row is full, whatever ``mod`` hides."""
-    mask = block_mask(mod)
-    return BlockMask.from_kv_blocks(
-        mask.kv_num_blocks, mask.kv_indices, mask.kv_num_blocks, mask.kv_indices, BLOCKS, mod, (TOKENS, TOKENS)
-    )
+def full_blocks(mod: Mod, partial: bool = False) -> BlockMask:
+    """A block mask whose blocks are full, whatever ``mod`` hides; or all of them are ``partial`` and full."""
+    mask = create_block_mask(mod, None, None, TOKENS, TOKENS, "cpu", BLOCKS)
+    counts, indices = mask.kv_num_blocks, mask.kv_indices
+    if partial:
+        assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+        counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
+    others = counts if partial else torch.zeros_like(counts)
+    return BlockMask.from_kv_blocks(others, indices, counts, indices, BLOCKS, mod, (TOKENS, TOKENS))
 
 
 CAUSAL = MODS["causal"][0]
@@ -174,6 +181,7 @@ REFUSED: dict[str, tuple[Callable[[int], BlockMask], Mask | None, str]] = {
     "one row": (lambda n: block_mask(lambda b, h, i, j: (i >= j) & ((b != 1) | (i - j < 2))), Mask.causal(), "other"),
     "blocks": (lambda n: without_blocks(CAUSAL), Mask.causal(), "sees other keys"),
     "full blocks": (lambda n: full_blocks(CAUSAL), Mask.causal(), "sees other keys"),
+    "blocks twice": (lambda n: full_blocks(MODS["full"][0], True), Mask.full(), "sees other keys"),
     "a rank's documents": (
         lambda n: block_mask(lambda b, h, i, j: (DOCUMENT[:n][i] == DOCUMENT[:n][j]) & (i >= j), n),
         Mask.documents(BOUNDARIES),
@@ -184,6 +192,9 @@ REFUSED: dict[str, tuple[Callable[[int], BlockMask], Mask | None, str]] = {
     "rows": (lambda n: block_mask(CAUSAL, batch=3), Mask.causal(), "made for 3 batch rows"),
     "sliced": (lambda n: sliced(block_mask(CAUSAL)), Mask.causal(), "mask_mod raised RuntimeError"),
 }
+
+
+UNION = (Mask.sliding_window(9) | Mask.global_tokens(5)) & Mask.causal()
 
 
 @on_ranks
@@ -204,6 +215,8 @@ def refuse(group: ProcessGroup) -> None:
     }
     for message, arguments in calls.items():
         with pytest.raises(ValueError, match=message), seqpar.replace_sdpa(sharding, Mask.causal()):
+            varlen_attn(x, x, x, *arguments)
+        with pytest.raises(ValueError, match=message), seqpar.replace_sdpa(sharding, UNION):
             varlen_attn(x, x, x, *arguments)
         if "other tokens" not in message:
             with pytest.raises(ValueError, match=message):
