@@ -257,7 +257,7 @@ class _CheckedIndices(TorchDispatchMode):
     """Raise an IndexError for an index beyond a tensor, which on a GPU would end the process."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.index.Tensor and args[0].is_cuda:
+        if func is torch.ops.aten.index.Tensor:
             for size, index in zip(args[0].shape, args[1], strict=False):
                 if index is not None and index.numel() and not -size <= int(index.min()) <= int(index.max()) < size:
                     raise IndexError(f"index {int(index.max())} is out of bounds for a dimension of size {size}")

@@ -149,15 +149,18 @@ def without_blocks(mod: Mod) -> BlockMask:
     return mask
 
 
-def full_blocks(mod: Mod, partial: bool = False) -> BlockMask:
-    """A block mask whose blocks are full, whatever ``mod`` hides; or all of them are ``partial`` and full."""
-    mask = create_block_mask(mod, None, None, TOKENS, TOKENS, "cpu", BLOCKS)
+def full_blocks(mod: Mod) -> BlockMask:
+    """A block mask whose first blocks are full, whatever ``mod`` hides."""
+    mask = block_mask(mod)
     counts, indices = mask.kv_num_blocks, mask.kv_indices
-    if partial:
-        assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
-        counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
-    others = counts if partial else torch.zeros_like(counts)
-    return BlockMask.from_kv_blocks(others, indices, counts, indices, BLOCKS, mod, (TOKENS, TOKENS))
+    return BlockMask.from_kv_blocks(torch.zeros_like(counts), indices, counts, indices, BLOCKS, mod, (TOKENS, TOKENS))
+
+
+def blocks_twice(mod: Mod) -> BlockMask:
+    """A block mask that lists all blocks among the full ones and among the others."""
+    indices = torch.arange(-(-TOKENS // BLOCKS[1]), dtype=torch.int32).expand(1, 1, -(-TOKENS // BLOCKS[0]), -1)
+    counts = torch.full(indices.shape[:3], indices.shape[3], dtype=torch.int32)
+    return BlockMask.from_kv_blocks(counts, indices, counts, indices, BLOCKS, mod, (TOKENS, TOKENS))
 
 
 CAUSAL = MODS["causal"][0]
@@ -181,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[[int], BlockMask], Mask | None, str]] = {
     "one row": (lambda n: block_mask(lambda b, h, i, j: (i >= j) & ((b != 1) | (i - j < 2))), Mask.causal(), "other"),
     "blocks": (lambda n: without_blocks(CAUSAL), Mask.causal(), "sees other keys"),
     "full blocks": (lambda n: full_blocks(CAUSAL), Mask.causal(), "sees other keys"),
-    "blocks twice": (lambda n: full_blocks(MODS["full"][0], True), Mask.full(), "sees other keys"),
+    "blocks twice": (lambda n: blocks_twice(MODS["full"][0]), Mask.full(), "sees other keys"),
     "a rank's documents": (
         lambda n: block_mask(lambda b, h, i, j: (DOCUMENT[:n][i] == DOCUMENT[:n][j]) & (i >= j), n),
         Mask.documents(BOUNDARIES),
