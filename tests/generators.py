@@ -43,6 +43,11 @@ def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
         of_one = st.lists(rules(seq_len, rows), min_size=1, max_size=2).map(tuple)
         return Rule(name, (draw(of_one), draw(st.one_of(of_one, st.just((Rule("global_tokens", (2,)),))))))
     if name == "tree":
+        if draw(st.booleans()):
+            pair = st.tuples(st.integers(0, seq_len), st.integers(0, seq_len)).map(lambda x: (min(x), max(x)))
+            kinds = st.sampled_from(["full", "causal", "inv_causal", "bi_causal"])
+            ranges = draw(st.lists(st.tuples(pair, pair, kinds), min_size=1, max_size=4))
+            return Rule("ranges", tuple(zip(*ranges, strict=True)))
         if seq_len % 2 == 0 and draw(st.booleans()):
             return Rule("block_diffusion", (seq_len // 2, draw(st.integers(1, seq_len))))
         return Rule(name, draw(trees(seq_len)))

@@ -166,6 +166,16 @@ BATCH_RULES: tuple[Rules, ...] = (
     (Rule("causal", (((3, 9), (9, 14), (30, 60)),)), Rule("sliding_window", (12, -1))),
     (Rule("causal", ((((5, 21),), ()),)),),  # two batch rows, one without blocks
     (Rule("causal", (((0, 13), (20, 26)), 8)),),  # a window that does not end inside blocks
+    (
+        Rule(
+            "ranges",
+            (
+                ((0, 20), (20, 30), (25, 50), (30, 50), (33, 50)),
+                ((0, 20), (5, 30), (3, 9), (20, 44), (0, 2)),
+                ("causal", "bi_causal", "full", "inv_causal", "causal"),
+            ),
+        ),
+    ),
     (Rule("tree", (((-1, 0, 0), (-1, -1, 1)), ((20, 9, 21), (7, 12, 15)), True)), Rule("sliding_window", (24, 0))),
 )
 

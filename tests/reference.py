@@ -208,6 +208,13 @@ class Rule:
                     found = found | (mine & (edges[seen] <= j) & (j < edges[seen + 1]))
                     seen = parents[seen]
             return found
+        if self.name == "ranges":
+            found = (i < 0) & (j < 0)
+            for (q0, q1), (k0, k1), kind in zip(*self.args, strict=True):
+                inside = (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1)
+                inside = inside & ((kind in ("full", "inv_causal")) | (j - k1 <= i - q1))
+                found = found | (inside & ((kind in ("full", "causal")) | (j - k0 >= i - q0)))
+            return found
         if self.name == "block_diffusion":
             clean_len, size = self.args
             q_block, k_block = i % clean_len // size, j % clean_len // size
@@ -241,6 +248,9 @@ class Rule:
             if seq_len % 2 or not seq_len:
                 return Rule("tree", ((-1,), (seq_len,)))
             return replace(self, args=(seq_len // 2, size))
+        if self.name == "ranges":
+            cut_pairs = (tuple((min(a, seq_len), min(b, seq_len)) for a, b in pairs) for pairs in self.args[:2])
+            return replace(self, args=(*cut_pairs, self.args[2]))
         if self.name == "tree":
             parents, lengths, *padding = self.args
 

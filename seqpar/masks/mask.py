@@ -32,9 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.checks import check_bool, check_int
+from ..base.checks import check_bool, check_choice, check_int
 from ..base.compile_types import Opaque, register_reference_type
 from .rules import (
+    RANGE_TYPES,
     AnyOf,
     BlockDiffusion,
     CausalBlocks,
@@ -43,6 +44,8 @@ from .rules import (
     GlobalTokens,
     Padding,
     PrefixLM,
+    QueryRanges,
+    RangeType,
     Rule,
     SlidingWindow,
     Tree,
@@ -52,6 +55,7 @@ from .rules import (
     document_boundaries,
     ints,
     parts_of,
+    range_pairs,
     short,
     tree_rows,
 )
@@ -305,6 +309,31 @@ class Mask(Opaque):
             if value < 1:
                 raise ValueError(f"block_diffusion {name}={value}: give at least 1 token")
         return Mask((BlockDiffusion(clean_len, block_size),))
+
+    @staticmethod
+    def ranges(q_ranges: Any, k_ranges: Any, types: Sequence[RangeType]) -> Mask:
+        """Each range of queries sees a range of keys, as in MagiAttention. Ranges may overlap.
+
+        Args:
+            q_ranges: pairs (first position, one past the last), in positions of the whole sequence.
+            k_ranges: the keys that each of them sees, likewise.
+            types: which of the keys each of them sees. "full": all. "causal": the last query sees all of them, and each
+                query before it one key fewer at the end. "inv_causal": the first query sees all of them, and each query
+                after it one key fewer at the beginning. "bi_causal": both.
+
+        Raises:
+            TypeError: a position is not an int.
+            ValueError: a pair that is no range, another type, or different numbers of ranges and types.
+        """
+        queries, keys = range_pairs("q_ranges", q_ranges), range_pairs("k_ranges", k_ranges)
+        for kind in types:
+            check_choice("ranges type", kind, RANGE_TYPES)
+        if not len(queries) == len(keys) == len(types):
+            raise ValueError(
+                f"ranges: {len(queries)} q_ranges, {len(keys)} k_ranges and {len(types)} types; give one of each for "
+                "each range"
+            )
+        return Mask((QueryRanges(queries, keys, tuple(types)),))
 
     def __or__(self, other: Mask) -> Mask:
         """A query sees the keys that it sees under one of the masks or under both.

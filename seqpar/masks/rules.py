@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -237,6 +237,80 @@ class BlockDiffusion(BranchingRule):
 
         nothing = 0 * first
         return part(nothing, first + n, stop, stop + n, 2 * n), part(nothing, nothing, nothing, first, n)
+
+
+RangeType = Literal["full", "causal", "inv_causal", "bi_causal"]
+RANGE_TYPES: tuple[RangeType, ...] = get_args(RangeType)
+
+
+@dataclass(frozen=True)
+class QueryRanges(BranchingRule):
+    q_ranges: tuple[tuple[int, int], ...]
+    k_ranges: tuple[tuple[int, int], ...]
+    types: tuple[str, ...]
+
+    @property
+    def constructor(self) -> str:
+        return f"ranges({[*self.q_ranges]}, {[*self.k_ranges]}, {[*self.types]})"
+
+    @property
+    def shown(self) -> int:
+        return max((stop for _, stop in (*self.q_ranges, *self.k_ranges)), default=0)
+
+    def of_rows(self, rows: Sequence[int]) -> Rule:
+        return self
+
+    def check_length(self, seq_len: int) -> None:
+        for name, ranges in (("q_ranges", self.q_ranges), ("k_ranges", self.k_ranges)):
+            if (last := max((stop for _, stop in ranges), default=0)) > seq_len:
+                raise ValueError(
+                    f"{name}: a range ends at {last}, but the sequence has {seq_len} tokens; pass ranges inside the "
+                    "whole sequence, in global positions"
+                )
+
+    def parts(self, row: int, seq_len: int) -> Parts:
+        found = []  # first query, one past the last; lo and hi of the first query, and their steps
+        for (q0, q1), (k0, k1), kind in zip(self.q_ranges, self.k_ranges, self.types, strict=True):
+            lo_step, hi_step = int(kind in ("inv_causal", "bi_causal")), int(kind in ("causal", "bi_causal"))
+            # Queries before ``first`` and from ``stop`` on see nothing.
+            first = max(q0, q1 - (k1 - k0)) if kind == "causal" else q0
+            stop = min(q1, q0 + k1 - k0) if kind == "inv_causal" else q1
+            lo, hi = k0 + lo_step * (first - q0), k1 - hi_step * (q1 - 1 - first)
+            if first < stop and lo < hi:
+                found.append((first, stop, lo, hi, lo_step, hi_step))
+        chains: list[list[tuple[int, int, int, int, int, int]]] = []
+        for item in sorted(found):
+            for chain in chains:  # ranges that follow one another can be one part
+                first, stop, lo, hi, lo_step, hi_step = chain[-1]
+                last_lo, last_hi = (x + step * (stop - 1 - first) for x, step in ((lo, lo_step), (hi, hi_step)))
+                directly = item[0] == stop and item[2] >= last_lo and item[3] >= last_hi
+                if directly or (item[0] >= stop and item[2] >= last_hi):
+                    chain.append(item)
+                    break
+            else:
+                chains.append([item])
+        parts: Parts = (NOTHING,)
+        for i in range(0, len(chains), MOST_PARTS):  # the cost of a union grows with the square of its parts
+            parts = union([*parts, *map(_chain, chains[i : i + MOST_PARTS])], seq_len)
+        return parts
+
+
+def _chain(items: Sequence[tuple[int, int, int, int, int, int]]) -> Runs:
+    """The runs of ranges of queries that follow one another; the queries between them see nothing."""
+    rows = [(0, items[0][2], 0, items[0][2], 0)]
+    for first, stop, lo, hi, lo_step, hi_step in items:
+        end = hi + hi_step * (stop - 1 - first)
+        rows += [(first, lo, lo_step, hi, hi_step), (stop, end, 0, end, 0)]
+    return Runs.of(*np.array(rows, dtype=np.int64).T)
+
+
+def range_pairs(name: str, ranges: Any) -> tuple[tuple[int, int], ...]:
+    """``ranges`` as pairs of ints, checked."""
+    pairs = batch_rows(name, ranges) if len(ranges) else ()
+    for pair in pairs:
+        if len(pair) != 2 or not 0 <= pair[0] <= pair[1]:
+            raise ValueError(f"{name}: {short(pair)}; expected pairs (first position, one past the last)")
+    return tuple((start, stop) for start, stop in pairs)
 
 
 def parts_of(rules: Sequence[Rule], row: int, seq_len: int) -> Parts:

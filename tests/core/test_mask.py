@@ -134,6 +134,7 @@ SPELLED = [
     "Mask.tree([-1, 0, 0], [3, 2, 2])",
     "Mask.tree([[-1], [-1, 0]], [[3], [1, 2]], padding=True)",
     "Mask.block_diffusion(6, 2)",
+    "Mask.ranges([(0, 4), (4, 8)], [(0, 4), (2, 6)], ['causal', 'bi_causal'])",
 ]
 
 
@@ -345,6 +346,10 @@ def test_padding_without_an_end() -> None:
         (lambda: Mask.global_tokens(0), ValueError, "global_tokens n=0: give at least 1"),
         (lambda: Mask.block_diffusion(8, 0), ValueError, "block_diffusion block_size=0: give at least 1"),
         (lambda: Mask.block_diffusion(cast(Any, 8.0), 2), TypeError, "clean_len=8.0: expected an int"),
+        (lambda: Mask.ranges([(0, 4)], [(5, 4)], ["full"]), ValueError, r"k_ranges: \[5, 4\]; expected pairs"),
+        (lambda: Mask.ranges([(0, 4)], [(0, 4)], cast(Any, ["casual"])), ValueError, "did you mean 'causal'"),
+        (lambda: Mask.ranges([(0, 4)], [(0, 4)], []), ValueError, "1 q_ranges, 1 k_ranges and 0 types"),
+        (lambda: Mask.ranges([(0, 4)], [(0, 9)], ["full"]).check_length(8), ValueError, "k_ranges: a range ends at 9"),
         (lambda: Mask.tree([-1, 0], [3]), ValueError, r"parents of \[2\] segments and lengths of \[1\]"),
         (lambda: Mask.tree([-1, 1], [3, 2]), ValueError, "segment 1 has parent 1; give -1 for a root"),
         (lambda: Mask.tree([-2], [3]), ValueError, "segment 0 has parent -2"),

@@ -231,7 +231,7 @@ def times(rule: Rule, factor: int) -> Rule:
             return times(x, factor)
         if isinstance(x, tuple):
             return tuple(scaled(item) for item in x)
-        return x if isinstance(x, bool) or x < 0 else x * factor
+        return x if isinstance(x, bool | str) or x < 0 else x * factor
 
     kept = rule.args[:1] if rule.name == "tree" else ()  # the parents
     return replace(rule, args=(*kept, *scaled(rule.args[len(kept) :])))

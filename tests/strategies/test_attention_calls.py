@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
+from seqpar import Mask
+from seqpar.kernels.cpu import CpuBackend
 
 from ..pool import Pool, on_ranks
 from ..problems import RULES
@@ -106,6 +109,26 @@ def test_lengths_of_another_layout_raise(pool: Pool) -> None:
     """A wrong layout is noticed where the lengths of the shards differ from the layout's."""
     with pytest.raises(AssertionError, match=r"length: the ranks hold \[6, 6, 5, 5\]"):
         pool.run(4, attend_with_wrong_layout)
+
+
+def test_gradients_of_several_intervals_are_rounded_once() -> None:
+    """In a single step the kernel may round gradients to the dtype of q, unless those of more intervals are added."""
+    q = torch.randn(1, 40, 2, 8, requires_grad=True)
+    backward, seen = CpuBackend.backward, list[tuple[bool, bool, bool]]()
+
+    def noted(self: CpuBackend, *args: Any) -> None:
+        seen.append((args[-1].new_dq, args[-1].new_dkv, args[-1].final))
+        backward(self, *args)
+
+    expected = {
+        Mask.causal(): [(True, True, True)],
+        Mask.block_diffusion(20, 4): [(True, True, False), (False, False, False)],
+    }
+    with mock.patch.object(CpuBackend, "backward", noted):
+        for mask, flags in expected.items():
+            seen.clear()
+            attention(q, q, q, strategy="local", mask=mask, backend="cpu").sum().backward()
+            assert [(bool(a), bool(b), c) for a, b, c in seen] == flags
 
 
 # One mask for each strategy.
