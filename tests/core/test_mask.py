@@ -263,6 +263,14 @@ def test_too_many_intervals() -> None:
         Mask.tree(caterpillar(17), [1] * 33)
 
 
+def test_ranges_with_queries_between_them() -> None:
+    """Queries that see nothing lie between two ranges whose keys overlap: no end decreases there."""
+    mask = Mask.ranges([(0, 4), (6, 8)], [(0, 4), (2, 6)], ["full", "full"])
+    sets = mask.interval_sets(torch.arange(8))
+    assert all(bool((end.diff() >= 0).all()) for ends in sets for end in ends)
+    assert [int(row.sum()) for row in mask.dense(8)] == [4, 4, 4, 4, 0, 0, 4, 4]
+
+
 def test_positions_along_a_tree() -> None:
     assert seqpar.tree_positions([-1, 0, 0, 2], [3, 2, 1, 2]).tolist() == [0, 1, 2, 3, 4, 3, 4, 5]
     by_row = seqpar.tree_positions([[-1, 0, 0], [-1, -1, 1]], [[2, 1, 1], [1, 0, 3]])
