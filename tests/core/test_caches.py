@@ -414,7 +414,7 @@ KEPT: dict[str, str] = {
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
         "AttentionPlan._programs AttentionPlan.checksum AttentionPlan.longest AttentionPlan.dense "
-        "AttentionPlan.intervals AttentionPlan._global_intervals AttentionPlan._has_queries _plans"
+        "AttentionPlan.intervals AttentionPlan._global_intervals AttentionPlan._exact AttentionPlan._has_queries _plans"
     ),
     "schedule.program": "ByPeer.rows Hop.received Hop.sent Program.backward_steps",
     "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
