@@ -280,11 +280,8 @@ class QueryRanges(BranchingRule):
                 found.append((first, stop, lo, hi, lo_step, hi_step))
         chains: list[list[tuple[int, int, int, int, int, int]]] = []
         for item in sorted(found):
-            for chain in chains:  # ranges that follow one another can be one part
-                first, stop, lo, hi, lo_step, hi_step = chain[-1]
-                last_lo, last_hi = (x + step * (stop - 1 - first) for x, step in ((lo, lo_step), (hi, hi_step)))
-                directly = item[0] == stop and item[2] >= last_lo and item[3] >= last_hi
-                if directly or (item[0] >= stop and item[2] >= last_hi):
+            for chain in chains:  # ranges of queries that follow one another
+                if item[0] >= chain[-1][1]:
                     chain.append(item)
                     break
             else:
