@@ -196,7 +196,7 @@ class Rule:
         if self.name == "any_of":
             return np.logical_or.reduce([visible(rules, i, j, row) for rules in self.args])
         if self.name == "global_tokens":
-            return ((i < self.args[0]) | (j < self.args[0])) & (i >= 0) & (j >= 0)
+            return (j < self.args[0]) & (i >= 0) & (j >= 0)
         if self.name == "tree":
             parents, lengths, *_ = ((x[row] if self.rows > 1 else x) if isinstance(x, tuple) else x for x in self.args)
             edges = np.cumsum((0, *lengths))

@@ -249,11 +249,11 @@ class Mask(Opaque):
 
     @staticmethod
     def global_tokens(n: int) -> Mask:
-        """The first ``n`` tokens see all keys, and all queries see them. Other queries see nothing else.
+        """Every query sees the first ``n`` keys, and no others.
 
-        A part of a union: ``Mask.sliding_window(255, 255) | Mask.global_tokens(4)`` is a window with global tokens, as
-        in Longformer; ``(Mask.sliding_window(255) | Mask.global_tokens(4)) & Mask.causal()`` a causal window that keeps
-        the first keys.
+        A part of a union: ``(Mask.sliding_window(255) | Mask.global_tokens(4)) & Mask.causal()`` is a causal window
+        that keeps the first keys. For tokens that also see all keys, as in Longformer, add
+        ``Mask.ranges([(0, n)], [(0, seq_len)], ["full"])``.
 
         Args:
             n: the number of global tokens.

@@ -155,9 +155,7 @@ class GlobalTokens(BranchingRule):
         return 2 * self.count
 
     def parts(self, row: int, seq_len: int) -> Parts:
-        n = self.count
-        of_first = Runs.of([0, n], [0, UNBOUNDED], 0, UNBOUNDED, 0)
-        return of_first, Runs.of([0, n], 0, 0, [0, n], 0)
+        return (Runs.of([0], 0, 0, self.count, 0),)
 
 
 @dataclass(frozen=True)

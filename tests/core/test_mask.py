@@ -211,7 +211,7 @@ def test_pictures_of_branching_masks() -> None:
         *["■ ■ · · · · ■ ■"] * 2,
     ]
     assert str(Mask.sliding_window(1, 1) | Mask.global_tokens(1)).splitlines()[2:6] == [
-        "■ ■ ■ ■ ■ ■ ■ ■",
+        "■ ■ · · · · · ·",
         "■ ■ ■ · · · · ·",
         "■ ■ ■ ■ · · · ·",
         "■ · ■ ■ ■ · · ·",
@@ -239,7 +239,7 @@ def test_unions_are_as_few_intervals_as_they_can_be() -> None:
 
 def test_what_has_one_interval_refuses_several() -> None:
     mask = Mask.sliding_window(5) | Mask.global_tokens(2)
-    with pytest.raises(ValueError, match=r"up to 3 intervals of keys .*call mask\.interval_sets"):
+    with pytest.raises(ValueError, match=r"up to 2 intervals of keys .*call mask\.interval_sets"):
         mask.intervals(torch.arange(16))
     for branching in (mask, Mask.causal() & mask, Mask.tree([-1, 0, 0], [2, 3, 4]), Mask.block_diffusion(4, 2)):
         assert branching.branches
@@ -255,10 +255,13 @@ def caterpillar(levels: int) -> list[int]:
 
 def test_too_many_intervals() -> None:
     parents = caterpillar(16)
-    mask = Mask.tree([-1, *(x + 1 if x >= 0 else -1 for x in parents)], [1] * (len(parents) + 1))
-    assert len(mask.parts(len(parents) + 1)) == 16
+    seq_len = 3 * len(parents)
+    mask = Mask.tree(parents, [3] * len(parents))
+    assert len(mask.parts(seq_len)) == 16
+    hidden = int((~mask.dense(seq_len)[-1]).nonzero()[1])  # in the middle of a segment that the last query does not see
+    one_more = Mask.ranges([(seq_len - 1, seq_len)], [(hidden, hidden + 1)], ["full"])
     with pytest.raises(ValueError, match="more than 16 intervals of keys"):
-        (mask | Mask.global_tokens(1)).parts(len(parents) + 1)
+        (mask | one_more).parts(seq_len)
     with pytest.raises(ValueError, match="a query would see 17 intervals of keys"):
         Mask.tree(caterpillar(17), [1] * 33)
 
