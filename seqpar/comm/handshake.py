@@ -154,9 +154,9 @@ class _HostAllGather:
         try:
             self._work.wait(limit)
         except RuntimeError:
-            if self._work.is_completed():
-                raise
-            return False
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # it has failed, or ended just after the wait
         return True
 
     def headers(self) -> list[list[int]]:

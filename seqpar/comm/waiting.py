@@ -322,7 +322,8 @@ def _wait_for_collective(work: Any) -> None:
             return
         except RuntimeError:
             if work.is_completed():
-                raise
+                work.wait()  # it has failed, or ended just after the wait
+                return
             told = _long_wait(told)
 
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.comm import collectives, handshake
+from seqpar.comm import collectives, handshake, waiting
 from seqpar.comm.communicator import communicator
 from seqpar.ranks import rendezvous
 from seqpar.ranks.mesh import Ranks
@@ -384,3 +384,32 @@ def test_one_rank_does_not_use_what_it_has_unsharded(errors: Errors) -> None:
 def test_a_rank_is_missing_in_a_handshake_between_gpus(errors: Errors) -> None:
     kind, message, _ = errors["between GPUs"][0]
     assert kind == "RuntimeError" and "handshake: rank(s) [1] of the job did not arrive" in message, message
+
+
+class _EndsLate:
+    """An operation that ends just after a wait has run out of time."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.waits = error, 0
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.waits += 1
+        if limit is not None:
+            raise RuntimeError("Operation timed out!")
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+def test_an_operation_that_ends_at_the_end_of_a_wait_has_not_failed() -> None:
+    late, failed = _EndsLate(), _EndsLate("Connection closed by peer")
+    exchange: Any = object.__new__(handshake._HostAllGather)
+    exchange._work = late
+    assert exchange.wait(timedelta(seconds=1)) and late.waits == 2
+    waiting._wait_for_collective(late)
+    exchange._work = failed
+    for wait in (lambda: exchange.wait(timedelta(seconds=1)), lambda: waiting._wait_for_collective(failed)):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            wait()
