@@ -144,6 +144,7 @@ def call(model: Any, inputs: dict[str, Any]) -> Tensor:
     return out
 
 
+@pytest.mark.thorough
 def test_compiled_blocks_refuse_what_eager_ones_refuse() -> None:
     wan = PLANS["WanTransformer3DModel"]
     model, inputs = compiled("wan", Plan(wan.cuts, {**wan.attention, "blocks.*.attn1": ()}))
