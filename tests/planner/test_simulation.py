@@ -168,6 +168,7 @@ def counted(group: ProcessGroup, mask: Mask, layout: Any, tokens: int, heads: in
 
 
 @pytest.mark.slow
+@pytest.mark.thorough(strategy=["ulysses"], world=[1024])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:

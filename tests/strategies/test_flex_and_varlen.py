@@ -284,6 +284,7 @@ class Model(nn.Module):
 COMPILED: Any = torch.compile(flex_attention, backend="eager")  # made before any block
 
 
+@pytest.mark.thorough(kind=["compiled flex"])
 @pytest.mark.parametrize("kind", ["flex", "compiled flex", "varlen"])
 def test_models_that_are_compiled_or_computed_again_in_backward(kind: str) -> None:
     model = Model(kind).double()

@@ -102,6 +102,7 @@ def cases_of(world: int, turn: int, turns: int = 5) -> list[Case]:
     return cases + [random_case(7000 * world + i, strategy=strategy) for i, strategy in enumerate(STRATEGIES)]
 
 
+@pytest.mark.thorough(world=[2, 4], shared_memory=[True])
 @pytest.mark.parametrize(
     ("turn", "world", "shared_memory"), [(0, 1, False), (1, 2, True), (2, 3, False), (3, 4, True), (4, 4, False)]
 )
@@ -196,6 +197,7 @@ def test_the_log_sum_exp_alone() -> None:
         assert all(map(torch.equal, got, again))
 
 
+@pytest.mark.thorough(strategy=["ulysses"])
 @pytest.mark.parametrize("strategy", ["ring", "ulysses"])
 def test_compiled_and_checkpointed(strategy: str) -> None:
     """A replay in compiled code runs uncompiled, and one that is computed again in backward has the same bits."""
