@@ -389,9 +389,14 @@ def replay(
         ranks_per_host: how many consecutive ranks share a host; by default, all ranks do.
         shared_memory: whether CPU ranks of a host send messages through shared memory. They do by default;
             ``seqpar.trace().transports`` says it. It decides the order of some sums.
-        softmax_scale, softcap, sinks, alibi_slopes, dropout_p, deterministic, backend, latent_weight: see
-            ``attention``. The gradients of ``sinks`` and ``latent_weight`` are the sums of the ranks' gradients, in the
-            order of the ranks.
+        softmax_scale: this and the next arguments have the meaning that they have in ``attention``.
+        softcap: see ``attention``.
+        sinks: see ``attention``. Their gradient is the sum of the ranks' gradients, in the order of the ranks.
+        alibi_slopes: see ``attention``.
+        dropout_p: see ``attention``.
+        deterministic: see ``attention``.
+        backend: see ``attention``.
+        latent_weight: see ``attention``. Its gradient is the sum of the ranks' gradients, in the order of the ranks.
         return_lse: also return the log-sum-exp of the scores, sinks included.
         dropout_seed: the seed that the ranks used. It must be given with ``dropout_p``.
         strategy_options: see ``attention``.

@@ -597,7 +597,8 @@ def tree_positions(parents: Any, lengths: Any) -> Tensor:
     """The position of each token along its branch, for rotary embeddings: a segment continues behind its parent.
 
     Args:
-        parents, lengths: as in ``Mask.tree``.
+        parents: the parent of each segment, as in ``Mask.tree``.
+        lengths: the tokens of each segment.
 
     Returns:
         int64 ``[seq]`` on the host; ``[batch, seq]`` for a tree for each batch row.

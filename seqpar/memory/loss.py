@@ -47,7 +47,11 @@ def tiled_loss(
         hidden: ``[b, s, hidden]``, of this rank's tokens.
         labels: integers ``[b, s]``, shifted; ``seqpar.shift`` shifts the labels of a shard.
         tokens: of a tile.
-        mesh, group, sharding, ignore_index, gradients: as for ``seqpar.token_loss``.
+        mesh: the ranks over which the mean is taken, with their dp dimension, as for ``seqpar.token_loss``.
+        group: these ranks as a ProcessGroup. With neither, the default group.
+        sharding: the ``Sharding`` of the tokens, instead of mesh and group.
+        ignore_index: the label of tokens that are left out of the mean.
+        gradients: "sum" if something sums the gradients over these ranks instead of averaging them.
 
     Returns:
         The mean cross-entropy over all ranks' labels but ``ignore_index``: a float32 scalar (float64 for float64), the
