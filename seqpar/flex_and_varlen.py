@@ -1,4 +1,4 @@
-"""PyTorch's flex_attention and varlen_attn over a sharded sequence: their arguments as those of attention under a mask.
+"""PyTorch's flex_attention and varlen_attn over a sharded sequence, as calls of attention under a mask.
 
 Shapes: b batch, s tokens of this rank, h query heads, n KV heads, d head_dim of q and k, e head_dim of v; r rows of the
 mask (1 or b); B, H batch rows and heads of a BlockMask (1, or b and h).

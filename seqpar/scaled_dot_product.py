@@ -192,7 +192,7 @@ def varlen_attn(
 ) -> Tensor:
     """``torch.nn.attention.varlen.varlen_attn`` of this rank's tokens over the tokens of all ranks.
 
-    It has PyTorch's arguments and defaults. The boundaries are those of the full sequence, not of a shard. They are
+    It has PyTorch's arguments and defaults. ``cu_seq_q`` has the boundaries of the full sequence, not of a shard. They are
     copied to the host in each call; ``seqpar.attention`` with a mask that is made once does not copy.
 
     Args:
@@ -202,7 +202,7 @@ def varlen_attn(
         cu_seq_q: int ``[docs + 1]``, the documents' boundaries in positions of the full sequence.
         cu_seq_k: the same boundaries.
         max_q: at least the length of the longest document.
-        max_k: likewise.
+        max_k: the same for the keys.
         sharding: how the tokens are sharded.
         return_aux: None, or a request of nothing: ``seqpar.attention`` returns the log-sum-exp.
         scale: a factor on the scores, ``head_dim ** -0.5`` by default.

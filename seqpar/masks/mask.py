@@ -278,7 +278,7 @@ class Mask(Opaque):
         Args:
             parents: for each segment the number of its parent, an earlier segment; -1 for a root. A sequence of ints or
                 an integer tensor, or a list of those, one for each batch row.
-            lengths: the tokens of each segment, likewise.
+            lengths: the number of tokens of each segment, in the order of ``parents``.
             padding: whether the sequence may be longer. Tokens after the last segment are padding: they see nothing and
                 no query sees them.
 
@@ -316,7 +316,7 @@ class Mask(Opaque):
 
         Args:
             q_ranges: pairs (first position, one past the last), in positions of the whole sequence.
-            k_ranges: the keys that each of them sees, likewise.
+            k_ranges: the keys that each range of queries sees, as the same kind of pairs.
             types: which of the keys each of them sees. "full": all. "causal": the last query sees all of them, and each
                 query before it one key fewer at the end. "inv_causal": the first query sees all of them, and each query
                 after it one key fewer at the beginning. "bi_causal": both.
