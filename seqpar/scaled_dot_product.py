@@ -192,8 +192,8 @@ def varlen_attn(
 ) -> Tensor:
     """``torch.nn.attention.varlen.varlen_attn`` of this rank's tokens over the tokens of all ranks.
 
-    It has PyTorch's arguments and defaults. ``cu_seq_q`` has the boundaries of the full sequence, not of a shard. They are
-    copied to the host in each call; ``seqpar.attention`` with a mask that is made once does not copy.
+    It has PyTorch's arguments and defaults. ``cu_seq_q`` has the boundaries of the full sequence, not of a shard. Each
+    call copies ``cu_seq_q`` to the host; ``seqpar.attention`` with a mask that is made once does not copy.
 
     Args:
         query: ``[tokens, heads, head_dim]``, this rank's tokens.
