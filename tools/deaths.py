@@ -1,6 +1,6 @@
 """Kills, stops or breaks one of four ranks in every phase of a training step, and shows what the other ranks say.
 
-    python tools/deaths.py [--setup NAME ...] [--phase NAME ...] [--fault NAME ...] [--victim RANK ...]
+    python tools/deaths.py [--setup NAME ...] [--phase NAME ...] [--fault NAME ...] [--victim RANK ...] [--late]
 
 Each case is one run of four processes on this machine. A surviving rank should end soon, with an error that names the
 operation and the victim, and no rank that has ended because of it. In the phase "checkpoint" the messages are
@@ -37,6 +37,7 @@ from seqpar.strategies.call import Run
 RANKS, TIMEOUT_S = 4, 5.0
 # How long after the fault a rank may take: the timeout, the grace periods of two ranks after one another, and a margin.
 DEADLINE_S = TIMEOUT_S + 15.0
+LATE_S = 0.5
 HIDDEN, SEQ_LEN = 32, 64
 # The sizes of the mesh, and the arguments of the layer.
 SETUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -66,6 +67,7 @@ class Case:
         victim: the rank that it happens to.
         shared_memory: whether messages of attention go through shared memory; otherwise through gloo.
         own_store: whether the launcher hosts the store, as torchrun does; otherwise rank 0.
+        late: whether the rank after the victim begins the phase when the other ranks have ended.
     """
 
     setup: str
@@ -74,11 +76,13 @@ class Case:
     victim: int = 2
     shared_memory: bool = False
     own_store: bool = True
+    late: bool = False
 
     def __str__(self) -> str:
         store = "launcher" if self.own_store else "rank 0"
         transport = "shared memory" if self.shared_memory else "gloo"
-        return f"{self.setup}, {transport}, store of {store}: rank {self.victim} {self.fault} in {self.phase}"
+        what = f"rank {self.victim} {self.fault} in {self.phase}" + ", the next rank is late" * self.late
+        return f"{self.setup}, {transport}, store of {store}: {what}"
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,8 @@ def rank_main(case: Case, rank: int, folder: str, ports: int, began: int) -> Non
         FAULTS[case.fault]()
 
     def at(phase: str) -> None:
+        if case.late and phase == case.phase and rank == (case.victim + 1) % RANKS:
+            time.sleep(LATE_S)
         if rank != case.victim or phase != case.phase:
             return
         if phase in ("forward", "backward"):  # in the middle: messages have been sent and others are waited for
@@ -240,8 +246,9 @@ def main() -> None:
     parser.add_argument("--fault", nargs="+", choices=FAULTS, default=[*FAULTS])
     parser.add_argument("--victim", nargs="+", type=int, choices=range(RANKS), default=[0, 2])
     parser.add_argument("--at-once", type=int, default=4, help="how many cases run at the same time")
+    parser.add_argument("--late", action="store_true", help="the rank after the victim is late")
     args = parser.parse_args()
-    table = product(args.setup, args.phase, args.fault, args.victim, (False, True), (True, False))
+    table = product(args.setup, args.phase, args.fault, args.victim, (False, True), (True, False), [args.late])
     sys.exit(not show([Case(*x) for x in table], args.at_once))
 
 

@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _get_default_store
 
 from .processes import check_own_process
-from .rendezvous import OutOfStepError, group_timeout, is_simulated, store_all_gather, waits_in_vain
+from .rendezvous import OutOfStepError, group_timeout, is_simulated, own_entry, store_all_gather, waits_in_vain
 
 Tag = tuple[int, int]  # the number of a call, and a checksum of what is called
 # Closes a connection. The argument is ``Calls.left_by`` after an exception in a call; None if there was none.
@@ -158,6 +158,9 @@ class Calls:
         left_by = dist.get_rank() if self.left_by is None else self.left_by
         for calls in [*self._used]:
             calls.close(left_by)
+        if left_by != MESSAGES_FAILED:
+            with suppress(RuntimeError):
+                own_entry.write("an error", [left_by])
         self._write(self._number, left_by)
 
     def _write(self, call: int | Literal["all"], left_by: int) -> None:

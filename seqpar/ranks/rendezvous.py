@@ -10,6 +10,7 @@ wait for these fail next. Each rank must name the first one. So each rank has an
 * A rank that has waited for a second writes what it waits in. It removes the entry as soon as it goes on.
 * A rank whose wait has failed writes it too. It then reads the entries of the ranks that it waits for. Those without an
   entry after a grace period are missing: they have ended, or do something else. It adds them to its entry.
+* A rank that leaves a call by an error of its own, or because it has been told which rank did, writes this rank.
 * A rank that reads an entry with missing ranks names the same ranks, because they are the reason.
 """
 
@@ -37,7 +38,7 @@ _GRACE_S = 2.0
 # A rank that has waited for this long writes an entry.
 LONG_WAIT = timedelta(seconds=1)
 # How long a rank whose peer has closed their connection waits for the entry that the peer wrote before.
-_CLOSED_GRACE_S = 0.2
+_CLOSED_GRACE_S = 1.0
 _ENTRY = "seqpar/waits/{}"  # the key of a rank's entry, which is null when it goes on
 _Entry = tuple[str, list[int]]  # the operation, and the ranks that this rank has found missing
 # How often a rank looks whether rank 0 has begun another round, at first and at most. Later waits are longer, so that a

@@ -17,7 +17,7 @@ CASES = {
     "some": [
         Case("ring", "handshake", "killed", 2),
         Case("hybrid", "forward", "stopped", 1),
-        Case("ulysses", "backward", "raises", 2, shared_memory=True),
+        Case("ulysses", "backward", "raises", 2, shared_memory=True, late=True),
     ],
     "more": [
         Case("ring", "forward", "killed", 0, own_store=False),
