@@ -89,6 +89,7 @@ def run_torchrun(out: Path, arguments: list[str]) -> None:
     torch.distributed.run.main(arguments)
 
 
+@pytest.mark.thorough
 def test_a_mesh_after_a_restart_has_nothing_of_the_ranks_that_have_ended(tmp_path: Path) -> None:
     script, out = tmp_path / "script.py", tmp_path / "out"
     script.write_text(SCRIPT)

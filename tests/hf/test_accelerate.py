@@ -595,12 +595,13 @@ BODIES["switches"] = lambda config, folder, names, batch=2: {
 }
 
 
-@pytest.mark.thorough(names=[["torch_compile"]])
+@pytest.mark.thorough(names=[[*SWITCHES][:1], [*SWITCHES][7:]])
 @pytest.mark.parametrize(
     ("world", "names"),
     [
-        pytest.param(2, [name for name in SWITCHES if name != "torch_compile"], id="2"),
-        pytest.param(2, ["torch_compile"], id="compiled"),
+        pytest.param(2, [*SWITCHES][:1], id="compiled"),
+        pytest.param(2, [*SWITCHES][1:7], id="2"),
+        pytest.param(2, [*SWITCHES][7:], id="2, more"),
         pytest.param(4, [name for name in SWITCHES if name.startswith(("batch_rebalance", "eval_use_gather"))], id="4"),
     ],
 )

@@ -209,6 +209,7 @@ def test_heads(heads: tuple[int, int]) -> None:
     problem(heads=heads[0], kv_heads=heads[1], batch=1).check(1)
 
 
+@pytest.mark.thorough(dims=[(1, 1), (40, 40), (24, 16)])
 @pytest.mark.parametrize("dims", [(1, 1), (40, 40), (96, 96), (256, 256), (24, 16), (16, 40), (512, 512)])
 def test_head_dims(dims: tuple[int, int]) -> None:
     """Of queries and keys, and of values; most are no powers of two, and 512 is computed in two parts."""
@@ -249,6 +250,7 @@ def test_lengths_of_queries_and_keys(lengths: tuple[int, int]) -> None:
     Problem(q_positions, torch.arange(lengths[1]), batch=1).check(1, deterministic=BOTH)
 
 
+@pytest.mark.thorough(v_head_dim=[None])
 @pytest.mark.parametrize(
     ("config", "v_head_dim"),
     [(Config(16, 64), None), (Config(64, 16), 32), (Config(32, 32, tma=True), None), (Config(32, 32, tma=True), 64)],
@@ -371,6 +373,7 @@ def test_rows_past_the_last_key_do_not_reach_dq() -> None:
     p.check(1)
 
 
+@pytest.mark.thorough(group=[1])
 @pytest.mark.parametrize("group", [1, 3])
 def test_programs_that_share_the_query_heads_of_a_kv_head(monkeypatch: pytest.MonkeyPatch, group: int) -> None:
     p = problem(40, batch=1, heads=6, kv_heads=6 // group, rules=MASKS["window"])
@@ -388,6 +391,7 @@ def test_programs_that_share_the_query_heads_of_a_kv_head(monkeypatch: pytest.Mo
     assert used == [1, 1, group, group]  # deterministic or not, in float32 and in the model's dtype
 
 
+@pytest.mark.thorough(batch=[2])
 @pytest.mark.parametrize(("batch", "heads"), [(2, 2), (1, 6)])
 def test_the_order_of_programs_on_gpus_of_several_dies(monkeypatch: pytest.MonkeyPatch, batch: int, heads: int) -> None:
     for module in (forward_module, backward_module):

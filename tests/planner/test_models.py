@@ -124,6 +124,7 @@ def counted(given: dict[str, Any]) -> ModelShape:
     return model_of(given)
 
 
+@pytest.mark.thorough(name=["deepseek-v3", "qwen3-235b-a22b"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_of_models_are_those_that_their_cards_name(name: str) -> None:
     """All and active ones; the cards round, and some count the embedding as active."""

@@ -564,6 +564,7 @@ def first_compiled_in_a_block() -> None:
         torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 def test_the_first_compilation_may_be_in_a_block() -> None:
     run = f"from {__name__} import first_compiled_in_a_block as run; run()"
     subprocess.run([sys.executable, "-c", run], check=True, cwd=Path(__file__).parents[2])

@@ -70,6 +70,8 @@ def check_strategy_worker(
         assert_close(seqpar.unshard(actual, group=group, layout=layout), expected, dtype, name)
 
 
+@pytest.mark.thorough(strategy=["ulysses"])
+@pytest.mark.thorough(dtype=[torch.float16])
 @pytest.mark.parametrize(
     ("strategy", "layout", "mask", "dtype", "features"),
     [
