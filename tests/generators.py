@@ -50,7 +50,7 @@ def rules(draw: st.DrawFn, seq_len: int, rows: int = 1) -> Rule:
             return Rule("ranges", tuple(zip(*ranges, strict=True)))
         if seq_len % 2 == 0 and draw(st.booleans()):
             return Rule("block_diffusion", (seq_len // 2, draw(st.integers(1, seq_len))))
-        return Rule(name, draw(trees(seq_len)))
+        return Rule(name, (*draw(trees(seq_len)), *draw(st.sampled_from([(), (False, 1), (False, 4), (False, 9)]))))
     if name == "sliding_window":
         return Rule(name, (draw(st.integers(-1, seq_len)), draw(st.integers(-1, seq_len))))
     if name == "documents":

@@ -151,6 +151,7 @@ RULES: tuple[Rules, ...] = (
     (Rule("causal"), Rule("chunked", (20, False)), Rule("prefix_lm", (8,))),
     # Several intervals of keys for a query.
     (Rule("tree", ((-1, 0, 0, 2, 2, 0, -1), (11, 9, 5, 6, 0, 13, 6))),),
+    (Rule("tree", ((-1, 0, 1, 0, 3, 3, 0, -1), (15, 3, 4, 8, 4, 3, 6, 7), False, 7)),),
     (Rule("block_diffusion", (25, 7)),),
     (Rule("any_of", ((Rule("sliding_window", (6, 2)),), (Rule("global_tokens", (3,)),))),),
     (Rule("any_of", ((Rule("documents", ((0, 20, 50), True)),), (Rule("padding", (4, 31)),))), Rule("causal")),

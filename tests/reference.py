@@ -198,14 +198,18 @@ class Rule:
         if self.name == "global_tokens":
             return (j < self.args[0]) & (i >= 0) & (j >= 0)
         if self.name == "tree":
-            parents, lengths, *_ = ((x[row] if self.rows > 1 else x) if isinstance(x, tuple) else x for x in self.args)
-            edges = np.cumsum((0, *lengths))
+            parents, lengths, *more = (
+                (x[row] if self.rows > 1 else x) if isinstance(x, tuple) else x for x in self.args
+            )
+            edges, window = np.cumsum((0, *lengths)), more[1] if len(more) > 1 else i + 1
             found = (i < 0) & (j < 0)
             for segment in range(len(parents)):
                 mine = (edges[segment] <= i) & (i < edges[segment + 1]) & (j <= i)
-                seen = segment
+                seen, between = segment, 0  # the tokens of the segments between the key's and the query's
                 while seen >= 0:
-                    found = found | (mine & (edges[seen] <= j) & (j < edges[seen + 1]))
+                    distance = i - j if seen == segment else i - edges[segment] + between + edges[seen + 1] - j
+                    found = found | (mine & (edges[seen] <= j) & (j < edges[seen + 1]) & (distance < window))
+                    between += lengths[seen] if seen != segment else 0
                     seen = parents[seen]
             return found
         if self.name == "ranges":
@@ -256,7 +260,7 @@ class Rule:
 
             def ends(row: tuple[int, ...]) -> tuple[int, ...]:
                 edges = [min(edge, seq_len) for edge in np.cumsum((0, *row)).tolist()]
-                if padding != [True]:
+                if padding[:1] != [True]:
                     edges[-1] = seq_len
                 return tuple(b - a for a, b in pairwise(edges))
 

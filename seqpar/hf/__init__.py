@@ -24,6 +24,7 @@ from .data import PlanCollator, ShardCollator, ShardedLoader
 from .losses.logits import token_log_probs
 from .mechanisms.mixers import register_mixer
 from .patch import parallelize, restore
+from .prompts import SharedPrompts, share_prompts
 from .verification.run import verify
 
 if TYPE_CHECKING:
@@ -37,12 +38,14 @@ __all__ = [
     "SequenceParallelTrainer",
     "ShardCollator",
     "ShardedLoader",
+    "SharedPrompts",
     "VerificationError",
     "VerificationReport",
     "parallelize",
     "register_mixer",
     "restore",
     "shard_batch",
+    "share_prompts",
     "token_log_probs",
     "verify",
 ]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ from ..ranks.processes import check_own_process
 from ..sharding.arguments import check_sharding
 from ..sharding.sharding import Sharding
 from ..sharding.worker import WorkerSharding
+from .prompts import PROMPTS, SharedPrompts, TokenTree
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,12 +61,14 @@ class BatchCut:
         layout: which tokens each rank holds.
         ulysses: as ``balanced_layout`` takes it.
         layers: the masks of the model's layers and their numbers; without a model, one causal layer.
+        share_prompts: whether rows that begin with the same tokens share these tokens.
     """
 
     ranks: int
     layout: BatchLayout
     ulysses: int = 1
     layers: tuple[tuple[LayerMask, int], ...] = field(default=(((True, None, None), 1),), compare=False)
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         check_layout(self.layout, names=LAYOUT_WORDS)
@@ -111,7 +115,12 @@ class BatchShard:
     mask: Mask  # the documents and the padding, in global positions; each layer adds its causality and window
     num_items: int | None = None  # the number of labels in the full batch that are not ``IGNORE_INDEX``
     seed: int = 0  # of attention dropout, the same on all ranks of the sequence
-    valid: Tensor | None = None  # bool [batch, seq_local], False for padding; None without padding
+    # bool [batch, seq_local], False for padding; None without padding. With shared prompts, for how many tokens of the
+    # full batch each token stands, int64.
+    valid: Tensor | None = None
+    weights: Tensor | None = None  # ``valid``, if some token with a label stands for several tokens
+    # With shared prompts: which token each token of the full batch is, int64 [batch, seq] on the CPU, -1 for padding.
+    places: Tensor | None = None
     # For models that predict each token itself: this rank's unshifted labels [batch, seq_local], and their
     # ``num_items``. None without labels, or if the caller set ``shift_labels``.
     in_place: tuple[Tensor, int] | None = None
@@ -149,6 +158,7 @@ class BatchShard:
             block_masks={name: mask_of_rows(mask, at) for name, mask in self.block_masks.items()},
             seed=(self.seed + at[0]) % 2**62 if at else self.seed,
             valid=None if self.valid is None else self.valid[at],
+            weights=None if self.weights is None else self.weights[at],
             in_place=None if self.in_place is None else (self.in_place[0][at], self.in_place[1]),
             rows=rows,
         )
@@ -343,16 +353,28 @@ class BatchSpec:
         if attention_mask is not None and tuple(attention_mask.shape) != (self.rows, self.seq_len):
             raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {self.rows, self.seq_len}")
         self.jump: str | None = None
+        self.copied = False  # whether some token with a label stands for several tokens
+        prompts = entries.pop(PROMPTS, None)
         documents = self._parse_positions(entries, tokens.device, ranges, attention_mask is not None)
         self.mask = batch_mask(documents, ranges, self.seq_len)
-        if planned == self.mask:  # otherwise the batch was changed after it was planned
-            self.mask = planned
-        self.tokens = cut.tokens(self.seq_len, self.mask)
         self.valid = None if ranges is None else attention_mask != 0
         self._parse_labels(entries, shift_labels)
         shape = self.rows, self.seq_len
         self.tensors = {n: x for n, x in entries.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == shape}
         self.others = {name: x for name, x in entries.items() if name not in self.tensors}
+        self.places: Tensor | None = None
+        windows = any(layer[1] is not None for layer, _ in cut.layers)
+        if prompts is not None:
+            self._share(_tree_of(prompts, shape, windows))
+        elif cut.share_prompts:
+            tree = self._tree(documents, ranges, windows)
+            _check_predicted(self.tensors.get("labels"), tree.places)
+            self.tensors = {name: tree.store(x) for name, x in self.tensors.items()}
+            self.rows, self.seq_len, self.places = 1, len(tree.stored), tree.places
+            self._share(tree)
+        if planned == self.mask:  # otherwise the batch was changed after it was planned
+            self.mask = planned
+        self.tokens = cut.tokens(self.seq_len, self.mask)
 
     def _parse_positions(
         self, entries: dict[str, Any], device: torch.device, ranges: TokenRanges | None, masked: bool
@@ -412,9 +434,38 @@ class BatchSpec:
         entries["labels"] = targets
         self.num_items = int((targets != IGNORE_INDEX).sum())
 
+    def _share(self, tree: TokenTree) -> None:
+        """Make this the batch of the tokens of ``tree``."""
+        self.mask, self.valid, self.jump, self.in_place = tree.mask, tree.copies, None, None
+        if (labels := self.tensors.get("labels")) is not None:
+            counted = tree.copies[labels.cpu() != IGNORE_INDEX]
+            self.num_items, self.copied = int(counted.sum()), bool((counted > 1).any())
+
+    def _tree(self, documents: Boundaries | None, ranges: TokenRanges | None, windows: bool) -> TokenTree:
+        """The tree of the documents in all rows."""
+        for name, x in self.tensors.items():
+            if x.dim() > 2 or x.is_floating_point():
+                raise ValueError(
+                    f"{name}: {x.dtype} of shape {tuple(x.shape)}; with share_prompts=True rows share the tokens that "
+                    "have equal integers in all entries [batch, seq]; give input_ids, and leave this entry out"
+                )
+        spans, length = [], self.seq_len
+        for row in range(self.rows):
+            edges = (0, length) if documents is None else documents[row % len(documents)]
+            if edges[-1] < length:
+                raise ValueError(
+                    f"cu_seq_lens: the last boundary is {edges[-1]}, but the rows have {length} tokens; with "
+                    "share_prompts=True mark padding in the attention_mask"
+                )
+            start, stop = (0, length) if ranges is None else ranges[row]
+            spans += [(row * length + max(a, start), row * length + min(b, stop)) for a, b in pairwise(edges)]
+        return TokenTree.of(torch.stack([x.cpu().long() for x in self.tensors.values()], -1), spans, windows)
+
     @property
     def checksum(self) -> int:
         arrays = {name: x for name, x in self.others.items() if isinstance(x, Tensor) and x.dim()}  # images
+        if self.places is not None:
+            arrays["places"] = self.places
         return batch_checksum({**self.tensors, **arrays}, zlib.crc32(f"{self.mask!r} {self.tokens.layout}".encode()))
 
     def shard(self, rank: int, seed: int | None = None) -> dict[str, Any]:
@@ -424,7 +475,7 @@ class BatchSpec:
             return x.index_select(1, positions.to(x.device)).contiguous()
 
         local: dict[str, Any] = {name: select_tokens(x) for name, x in self.tensors.items()}
-        in_place = None
+        in_place, valid = None, None if self.valid is None else select_tokens(self.valid)
         if self.in_place is not None:
             in_place = select_tokens(self.in_place), int((self.in_place != IGNORE_INDEX).sum())
         local["seqpar"] = BatchShard(
@@ -433,7 +484,9 @@ class BatchSpec:
             self.mask,
             self.num_items,
             seed=self.checksum if seed is None else seed,
-            valid=None if self.valid is None else select_tokens(self.valid),
+            valid=valid,
+            weights=valid if self.copied else None,
+            places=self.places,
             in_place=in_place,
             jump=self.jump,
             rows=torch.arange(self.rows, device="cpu"),
@@ -441,15 +494,37 @@ class BatchSpec:
         return {**self.others, **local}
 
 
+def _check_predicted(labels: Tensor | None, places: Tensor) -> None:
+    """Raise an error if padding, which is not in the tree, would predict some of the shifted ``labels [rows, seq]``."""
+    lost = [] if labels is None else ((labels.cpu() != IGNORE_INDEX) & (places < 0)).nonzero().tolist()
+    if lost:
+        raise ValueError(
+            f"labels: in row {lost[0][0]}, padding predicts the label of token {lost[0][1] + 1}; share_prompts=True "
+            "stores no padding, so set the labels of padding and of the first token behind it to -100"
+        )
+
+
+def _tree_of(prompts: Any, shape: tuple[int, int], windows: bool) -> TokenTree:
+    """The tree of the entry ``PROMPTS`` of a batch of the ``shape``."""
+    if not isinstance(prompts, SharedPrompts) or shape != tuple(prompts.labels.shape):
+        got = tuple(prompts.labels.shape) if isinstance(prompts, SharedPrompts) else type(prompts).__name__
+        raise ValueError(
+            f"{PROMPTS}: {got}, but the tokens have the shape {shape}; pass the unchanged batch of share_prompts(...)"
+        )
+    if windows and not prompts.tree.windows:
+        raise ValueError(f"{PROMPTS}: the model has layers with windows; pass windows=True to share_prompts")
+    return prompts.tree
+
+
 def _scatter(spec: BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
     """Send each rank its part of the batch, which only rank 0 has."""
 
     def moved(part: dict[str, Any], device: str) -> dict[str, Any]:
         shard: BatchShard = part["seqpar"]
-        valid = None if shard.valid is None else shard.valid.to(device)
+        valid, weights = (None if x is None else x.to(device) for x in (shard.valid, shard.weights))
         in_place = None if shard.in_place is None else (shard.in_place[0].to(device), shard.in_place[1])
         tensors = {name: x.to(device) for name, x in part.items() if isinstance(x, Tensor)}
-        return {**part, **tensors, "seqpar": shard.having(valid=valid, in_place=in_place)}
+        return {**part, **tensors, "seqpar": shard.having(valid=valid, weights=weights, in_place=in_place)}
 
     parts: list[Any] = [None] * group.size()
     if spec is not None:  # a pickled tensor of cuda:0 would arrive on cuda:0 of every host

@@ -37,7 +37,7 @@ from .calls.attention import (
     scale_of,
     structure,
 )
-from .calls.full_batch import before_text_model
+from .calls.full_batch import before_text_model, check_shareable
 from .calls.per_rank import call_with_all_batches
 from .inspection.support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
 from .inspection.trial import Trial
@@ -70,6 +70,7 @@ class ParallelizeArguments(StrategyOptions, total=False):
     loss_chunk: int | None
     outputs: Outputs
     memory: Memory | None
+    share_prompts: bool
 
 
 def parallelize(
@@ -88,6 +89,7 @@ def parallelize(
     outputs: Outputs = "auto",
     batches: Batches = "shared",
     memory: Memory | None = None,
+    share_prompts: bool = False,
     **options: Unpack[StrategyOptions],
 ) -> Model:
     """Make ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
@@ -132,6 +134,9 @@ def parallelize(
             must call the model equally often, and each must call backward on a loss of its outputs. The mean of all
             ranks' gradients is then the gradient of the mean of their losses. Generation runs on each rank alone.
         memory: how the layers of the text model save memory, as ``seqpar.Memory(tiled_mlp=32_768)``.
+        share_prompts: whether rows of a full batch that begin with the same tokens, such as a prompt and its answers,
+            store and compute these tokens once. The result is the same. The batch has ``input_ids`` and no embeddings.
+            Dropout, if there is any, is the same in all rows that share a token.
         options: the strategy's options, as in ``seqpar.attention``.
 
     Raises:
@@ -143,6 +148,7 @@ def parallelize(
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
     scores: Any = {"softmax_scale": softmax_scale, "alibi_slopes": alibi_slopes, "deterministic": deterministic}
     named: Any = {"loss_chunk": loss_chunk, "outputs": outputs, "batches": batches, "memory": memory, **scores}
+    named["share_prompts"] = share_prompts
     settings = Settings(strategy, layout, backend, gradients, options=options, **named)
     return apply(settings, model, mesh, group)
 
@@ -185,6 +191,9 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
             replace_mixers(root, trial.mixers, patch)
             _register_hooks(root, patch)
             verify_while_training(root, patch)
+        if settings.share_prompts:
+            for root in roots:
+                check_shareable(root, patch)
         if settings.memory is not None:
             settings.memory.apply(model, [layer for text in texts for layer in layers_of(text)])
         patch.undo = undo.pop_all()  # no error: keep it

@@ -49,6 +49,7 @@ class Settings:
     softmax_scale: float | None = None
     alibi_slopes: tuple[float, ...] | None = None  # made from the tensor or the numbers that the caller gave
     deterministic: bool = False
+    share_prompts: bool = False
     options: StrategyOptions = field(default_factory=StrategyOptions)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,12 @@ class Settings:
             check_number("softmax_scale", self.softmax_scale)
         object.__setattr__(self, "alibi_slopes", check_slopes(self.alibi_slopes))
         check_bool("deterministic", self.deterministic)
+        check_bool("share_prompts", self.share_prompts)
+        if self.share_prompts and self.outputs == "local":
+            raise ValueError(
+                "outputs='local': with share_prompts=True a call returns the outputs of all rows of its batch, on every"
+                " rank; leave outputs out"
+            )
         if self.batches == "per_rank" and (self.softmax_scale, self.alibi_slopes) != (None, None):
             raise ValueError(
                 "softmax_scale, alibi_slopes: with batches='per_rank' each rank generates with the model's own "
@@ -127,10 +134,10 @@ class Patch:
     @property
     def cut(self) -> BatchCut:
         """How batches are cut into the parts of the ranks."""
-        if self.sequence_group is None:
-            return BatchCut(1, self.settings.layout)
-        cut = BatchCut.over(self.mesh, self.group, self.settings.layout)
-        return replace(cut, layers=tuple(self.layer_masks.items())) if self.layer_masks else cut
+        layout, alone = self.settings.layout, self.sequence_group is None
+        cut = BatchCut(1, layout) if alone else BatchCut.over(self.mesh, self.group, layout)
+        layers = tuple(self.layer_masks.items()) or cut.layers
+        return replace(cut, layers=layers, share_prompts=self.settings.share_prompts)
 
     def sharding(self, tokens: TokenLayout) -> Sharding:
         """The sharding of a batch over the ranks of the model. The last one is kept for the next batch."""
@@ -205,6 +212,7 @@ class FullCall:
     labels: Tensor | None = None  # for a sequence classifier: the labels of the rows
     fills_cache: bool = False  # whether the batch is the prompt of a generation
     keep: Tensor | None = None  # with images, the indices of this rank's tokens that get logits, int64; None: all
+    places: Tensor | None = None  # as in ``BatchShard``: where the outputs of the batch's rows are among all outputs
 
 
 @dataclass

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Any
@@ -268,7 +268,7 @@ class Mask(Opaque):
         return Mask((GlobalTokens(n),))
 
     @staticmethod
-    def tree(parents: Any, lengths: Any, padding: bool = False) -> Mask:
+    def tree(parents: Any, lengths: Any, padding: bool = False, window: int | None = None) -> Mask:
         """A tree of segments: a token sees its own segment causally, and the segments of all ancestors.
 
         A prompt and its answers are such a tree, ``Mask.tree([-1, 0, 0], [100, 20, 30])``, and so are the branches of
@@ -281,13 +281,19 @@ class Mask(Opaque):
             lengths: the number of tokens of each segment, in the order of ``parents``.
             padding: whether the sequence may be longer. Tokens after the last segment are padding: they see nothing and
                 no query sees them.
+            window: how many tokens of its path a token sees at most, the last ones up to itself. ``& sliding_window``
+                counts all tokens that lie between two tokens, also those of other branches. A tree with more than 16
+                leaves may need too many intervals of keys.
 
         Raises:
-            TypeError: the parents or lengths are not integers, or ``padding`` is not a bool.
-            ValueError: the segments do not lie depth first, or a query would see too many intervals of keys.
+            TypeError: the parents, lengths or window are not integers, or ``padding`` is not a bool.
+            ValueError: the segments do not lie depth first, a query would see too many intervals of keys, or the window
+                is below 1.
         """
         check_bool("tree padding", padding)
-        return Mask((Tree(*tree_rows(parents, lengths), padding),))
+        if window is not None:
+            check_int("tree window", window, 1)
+        return Mask((Tree(*tree_rows(parents, lengths), padding, window),))
 
     @staticmethod
     def block_diffusion(clean_len: int, block_size: int) -> Mask:
@@ -505,13 +511,18 @@ LayerMask = tuple[bool, int | None, int | None]  # causal, window and chunk of `
 def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) -> Mask:
     """The mask of a layer: the batch's mask, restricted to causal pairs, to ``|i - j| < window`` or to chunks.
 
+    In a tree, ``i`` and ``j`` are positions along a path.
+
     Stored in ``mask.plans``, so that the layer's mask and its plans are freed and pickled together with ``mask``.
     """
     key = causal, window, chunk
     result: Mask | None = mask.plans.get(key)
     if result is None:
         result = mask & Mask.causal() if causal else mask
-        if window is not None:
+        if window is not None and any(isinstance(rule, Tree) for rule in mask.rules):
+            along = (replace(rule, window=window) if isinstance(rule, Tree) else rule for rule in result.rules)
+            result = Mask(tuple(along))
+        elif window is not None:
             result = result & Mask.sliding_window(window - 1, 0 if causal else window - 1)
         if chunk:
             result = result & Mask.chunked(chunk, causal, starts=mask.starts)

@@ -163,14 +163,20 @@ class Tree(BranchingRule):
     parents: tuple[tuple[int, ...], ...]  # by batch row
     lengths: tuple[tuple[int, ...], ...]
     padding: bool
+    window: int | None = None  # of positions along a path
 
     @property
     def batch(self) -> int:
         return len(self.parents)
 
     @property
+    def is_local(self) -> bool:
+        return self.window is not None
+
+    @property
     def constructor(self) -> str:
-        return f"tree({_by_row(self.parents)}, {_by_row(self.lengths)}{', padding=True' if self.padding else ''})"
+        options = f"{', padding=True' if self.padding else ''}{f', window={self.window}' if self.window else ''}"
+        return f"tree({_by_row(self.parents)}, {_by_row(self.lengths)}{options})"
 
     @property
     def shown(self) -> int:
@@ -193,6 +199,8 @@ class Tree(BranchingRule):
         start = np.append(0, np.cumsum(self.lengths[row], dtype=np.int64))
         chains = np.flatnonzero(np.append(heads, True).astype(bool))
         stop = start[np.repeat(chains[1:], np.diff(chains))]  # of the chain of only children that has the segment
+        # A token at global position i has position i - offset along its path.
+        offset = start[:-1] - np.asarray(first_positions(self.parents[row], self.lengths[row]), dtype=np.int64)
         parts, total = [], start[-1]
         for level in range(max(level_of, default=-1) + 1):
             # Depth first: the ancestor of a segment at a level is the last chain at this level that has begun.
@@ -200,8 +208,13 @@ class Tree(BranchingRule):
             inside, stops = level_of == level, np.where(begun >= 0, stop[begun], 0)
             lo = np.where(level_of >= level, start[begun], stops)
             hi = np.where(inside, start[:-1] + 1, stops)
-            parts.append(Runs.of(start, np.append(lo, total), 0, np.append(hi, total), np.append(inside, False)))
-        return tuple(parts) or (NOTHING,)
+            part = Runs.of(start, np.append(lo, total), 0, np.append(hi, total), np.append(inside, False))
+            if self.window is not None:
+                oldest = start[:-1] - offset + offset[begun] - self.window + 1  # for a segment's first token
+                part = part & Runs.of(start, np.append(oldest, total), 1, UNBOUNDED, 0)
+            parts.append(part)
+        # The windows of a segment's children start at the same keys again, so that lo would decrease.
+        return union(parts, seq_len) if self.window is not None and parts else tuple(parts) or (NOTHING,)
 
 
 @dataclass(frozen=True)
@@ -608,9 +621,7 @@ def tree_positions(parents: Any, lengths: Any) -> Tensor:
     """
     rows = []
     for of_row, sizes in zip(*tree_rows(parents, lengths), strict=True):
-        first: list[int] = []  # position of each segment
-        for parent in of_row:
-            first.append(first[parent] + sizes[parent] if parent >= 0 else 0)
+        first = first_positions(of_row, sizes)
         length = np.asarray(sizes, dtype=np.int64)
         begin = np.cumsum(length) - length
         rows.append(np.arange(length.sum()) + np.repeat(np.asarray(first, dtype=np.int64) - begin, length))
@@ -619,6 +630,14 @@ def tree_positions(parents: Any, lengths: Any) -> Tensor:
             f"tree_positions: batch rows of {short([*map(len, rows)])} tokens; call it for each row and pad the results"
         )
     return torch.from_numpy(np.stack(rows) if len(rows) > 1 else rows[0])
+
+
+def first_positions(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """For each segment of a tree, the position of its first token along its path."""
+    first: list[int] = []
+    for parent in parents:
+        first.append(first[parent] + lengths[parent] if parent >= 0 else 0)
+    return first
 
 
 def document_boundaries(cu_seqlens: Any) -> tuple[tuple[int, ...], ...]:

@@ -23,7 +23,7 @@ FLOORS = {
         ("peers",),
     ),
     "seqpar.hf": (
-        ("batch", "state", "randomness"),
+        ("batch", "prompts", "state", "randomness"),
         ("mechanisms", "data"),
         ("inspection",),
         ("losses",),

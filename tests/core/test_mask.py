@@ -133,6 +133,7 @@ SPELLED = [
     "Mask.causal() & Mask.sliding_window(3) | Mask.global_tokens(2)",
     "Mask.tree([-1, 0, 0], [3, 2, 2])",
     "Mask.tree([[-1], [-1, 0]], [[3], [1, 2]], padding=True)",
+    "Mask.tree([-1, 0, 0], [3, 2, 2], window=3)",
     "Mask.block_diffusion(6, 2)",
     "Mask.ranges([(0, 4), (4, 8)], [(0, 4), (2, 6)], ['causal', 'bi_causal'])",
 ]

@@ -36,7 +36,15 @@ from ..inspection.support import (
 from ..losses.logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
 from ..losses.loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
 from ..state import NAME, OWNER, Forward, Patch, forwards, pop_forward, push_forward
-from .full_batch import FUSED, gather_outputs, generates, has_more_than_text, merges, shard_call
+from .full_batch import (
+    FUSED,
+    gather_outputs,
+    generates,
+    has_more_than_text,
+    merges,
+    reduce_fused_loss,
+    shard_call,
+)
 from .generate import shard_generation
 
 _log = logging.getLogger("seqpar")
@@ -203,7 +211,8 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
     alpha = getattr(embedding, _NOISE, None)
     if alpha is not None:
         forward.noise = embedding, alpha
-        setattr(embedding, _NOISE, alpha * (tokens.shape[1] / shard.seq_len) ** 0.5)
+        row = shard.seq_len if shard.places is None else shard.places.shape[1]
+        setattr(embedding, _NOISE, alpha * (tokens.shape[1] / row) ** 0.5)
 
 
 def _check_unchanged(model: nn.Module) -> None:
@@ -236,6 +245,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             output = _with_loss(output, forward, bool(kwargs.get(FUSED)))
             if forward.full_call is not None:
                 return gather_outputs(output, forward, forward.full_call)
+            if kwargs.get(FUSED) and (shard := forward.batch_shard) is not None and shard.weights is not None:
+                output = reduce_fused_loss(output, forward, kwargs["num_items_in_batch"])
     finally:
         pop_forward(forward)
     if output is None:

@@ -29,9 +29,10 @@ from ...masks.mask import Mask
 from ...memory.weights import CACHE_ARGUMENTS
 from ...sharding.same_rows import check_every
 from ..batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_for_rank, shard_over
-from ..inspection.support import cache_of, parameters_of, pools_last_token, text_model
+from ..inspection.support import cache_of, parameters_of, pools_last_token, predicts_in_place, text_model
 from ..losses.logits import LazyLogits, MissingLogits
 from ..losses.loss import WHOLE, all_gather_tokens, join_tiles, plain, reduce_over_ranks
+from ..prompts import PROMPTS, unshare
 from ..state import Forward, FullCall, Patch, forwards, shards_text_model
 
 # The ranks compare their batches in the first 4 calls, and then in every 64th call.
@@ -48,7 +49,7 @@ _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 for text
 _LABELS = ("labels", "shift_labels")  # sharded before the multimodal model runs
 _TEXT_INPUTS = {
     *("input_ids", "inputs_embeds", "per_layer_inputs", "attention_mask", "position_ids", *CACHE_ARGUMENTS, "seqpar"),
-    *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES),
+    *("logits_to_keep", "num_items_in_batch", *_LABELS, *_TOKEN_TYPES, *BOUNDARY_NAMES, *UNUSED_NAMES, PROMPTS),
 }
 # Arguments of Qwen3-VL's text model: which tokens are visual, bool [rows, seq], and for each of the first layers the
 # values that it adds to the visual tokens, [visual tokens, hidden].
@@ -72,7 +73,31 @@ def shard_call(
     compare their batches, in some of the calls, and agree on a seed. The first result is the arguments of this rank's
     forward, with the entry ``seqpar``.
     """
+    patch: Patch = model._seqpar
+    shares = patch.settings.share_prompts or kwargs.get(PROMPTS) is not None
+    if shares:
+        check_shareable(model, patch)
+    if shares and has_images:
+        raise ValueError("share_prompts: the batch has images; only batches of text can share prompts")
     return (_shard_merged_call if has_images else _shard_text_call)(model, kwargs, seed)
+
+
+def check_shareable(model: nn.Module, patch: Patch) -> None:
+    """Raise an error if branches that share a prompt would not compute what each computes alone."""
+    name, settings = type(model).__name__, patch.settings
+    if patch.has_mixers:
+        why = "it has layers with recurrent states or convolutions, which would run from one answer into the next"
+    elif patch.has_indexers:
+        why = "it has indexers, which choose keys in rows without branches only"
+    elif settings.alibi_slopes is not None:
+        why = "alibi_slopes count the tokens between two tokens, also those of other answers"
+    elif predicts_in_place(model) or not all(causal for causal, _, _ in patch.layer_masks):
+        why = "it has layers that are not causal, in which a prompt sees its answers"
+    elif any(chunk for _, _, chunk in patch.layer_masks):
+        why = "it has layers that attend in chunks, which are counted without branches"
+    else:
+        return
+    raise ValueError(f"share_prompts: {name}: {why}; train it with share_prompts=False")
 
 
 def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
@@ -83,6 +108,8 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
     fused, is_shifted = bool(batch.get(FUSED)), "shift_labels" in batch
     keep = batch.pop("logits_to_keep", 0)
     keeps_some = isinstance(keep, Tensor) or keep != 0
+    if keeps_some and patch.cut.share_prompts:
+        raise ValueError(f"logits_to_keep={keep}: with share_prompts=True pass labels, or leave it out")
     if keeps_some and ("labels" in batch or is_shifted):
         raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
     if seed is None:
@@ -107,7 +134,8 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
         num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
     rows = len(local["position_ids"])
     last = _last_tokens(model, batch) if pools else None
-    return local, FullCall(rows, tokens, logits, fused, not is_shifted, num_items, last, row_labels)
+    places = shard.places
+    return local, FullCall(rows, tokens, logits, fused, not is_shifted, num_items, last, row_labels, places=places)
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
@@ -140,11 +168,13 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
 def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
     """All-gather the output of a forward on this rank's part, according to ``outputs`` of ``parallelize``."""
     if full_call.fused:
-        output = _reduce_fused_loss(output, forward, full_call)
+        output = reduce_fused_loss(output, forward, full_call.num_items)
     patch = forward.patch
     outputs = "full" if full_call.fills_cache else patch.settings.outputs
     leaves_logits_out = forward.wants_loss and outputs != "full"
     if isinstance(output, tuple):
+        if full_call.places is not None:
+            raise ValueError("return_dict=False: with share_prompts=True outputs are found by name; leave it out")
         if full_call.logits is not full_call.tokens:
             raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
@@ -160,11 +190,13 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
 
 def finish_call(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[str, Any]:
     """The outputs that ``model`` returns on one device, from the outputs of all tokens."""
+    if full_call.places is not None:
+        named = {name: _unshared(x, full_call.places, name) if name in PER_TOKEN else x for name, x in named.items()}
     if full_call.drop_last:
         named.update({name: x[:, :-1] for name, x in named.items() if name in _FUSED_PER_TOKEN and x is not None})
     if full_call.last is not None:
         scores = named["logits"]  # [batch, seq, num_labels]
-        pooled = scores[torch.arange(full_call.rows, device=scores.device), full_call.last.to(scores.device)]
+        pooled = scores[torch.arange(len(scores), device=scores.device), full_call.last.to(scores.device)]
         named["logits"] = pooled  # [batch, num_labels]
         if full_call.labels is not None:
             user_loss = getattr(vars(model).get("_loss_function"), "user_loss", None)
@@ -176,13 +208,28 @@ def finish_call(named: dict[str, Any], full_call: FullCall, model: Any) -> dict[
     return named
 
 
-def _reduce_fused_loss(output: Any, forward: Forward, full_call: FullCall) -> Any:
+def _unshared(x: Any, places: Tensor, name: str) -> Any:
+    """The output ``x`` called ``name`` of the tokens of a tree, for the tokens of the batch's rows."""
+    if isinstance(x, tuple | list):
+        return type(x)(_unshared(y, places, name) for y in x)
+    if not isinstance(x, Tensor) or isinstance(x, MissingLogits):
+        return x
+    if name == "router_logits":  # [n, experts]
+        return unshare(x[None], places).flatten(0, 1)
+    if x.dim() == 4:  # [streams, 1, n, ...]
+        return unshare(x.movedim(0, 2), places).movedim(2, 0)
+    return unshare(x, places)
+
+
+def reduce_fused_loss(output: Any, forward: Forward, num_items: Any) -> Any:
     """Replace the loss of this rank's tokens, ``-log_probs.sum() / num_items``, by the loss of the full sequence."""
     if getattr(output, "loss", None) is None or getattr(output, "log_probs", None) is None:
         return output
-    local_loss = -output.log_probs.sum() / full_call.num_items
+    local_loss = total = -output.log_probs.sum() / num_items
+    if (shard := forward.batch_shard) is not None and shard.weights is not None:
+        total = -(output.log_probs * shard.weights).sum() / num_items
     # ``output.loss`` may also contain the router's loss, which has been reduced over the ranks already.
-    loss = output.loss - local_loss + plain(reduce_over_ranks(local_loss, forward.patch, forward.model))
+    loss = output.loss - local_loss + plain(reduce_over_ranks(total, forward.patch, forward.model))
     return type(output)(**{**output, "loss": loss})
 
 

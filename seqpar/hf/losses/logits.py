@@ -26,6 +26,7 @@ from ...memory.weights import SummedWeights
 from ...patching.replaced import replaced
 from ..batch import IGNORE_INDEX
 from ..inspection.support import pools_last_token, predicts_in_place
+from ..prompts import SharedPrompts
 from ..state import patch_of
 
 _CHUNK_BYTES = 128 << 20
@@ -298,7 +299,7 @@ class LogProbsOutput(ModelOutput):
     log_probs: Tensor | None = None  # float32 [batch, seq]
 
 
-def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def token_log_probs(model: nn.Module, batch: Mapping[str, Any] | SharedPrompts) -> Tensor:
     """The log-probability of each token given the tokens before it.
 
     The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
@@ -310,22 +311,28 @@ def token_log_probs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         model: a parallelized language model, also inside peft, DDP or FSDP.
         batch: the full batch, as the model is called with it. Without ``labels`` or ``shift_labels``, all tokens are
             labels, except for padding and for tokens whose position is 0 in ``position_ids``, which start a document.
+            Or what ``share_prompts`` returns: rollouts that share prompts.
 
     Returns:
         float32 ``[batch, seq - 1]``, the same on every rank. Entry ``t`` is the log-probability of label ``t + 1``, and
         0 if this label is -100. With ``shift_labels [batch, seq]`` the result is ``[batch, seq]``, and entry ``t`` is
         the log-probability of label ``t``. With ``outputs="local"``, or with a batch from ``shard_batch``, the result
-        has this rank's tokens only, ``[batch, seq_local]``.
+        has this rank's tokens only, ``[batch, seq_local]``. Of ``share_prompts``: ``[rollouts, tokens]``, and entry
+        ``t`` is the log-probability of token ``t`` of the answer.
 
     Raises:
         ValueError: the model is not parallelized, it does not predict the next token, or the batch cannot be sharded.
     """
-    patch_of(model)
+    patch = patch_of(model)
     root = next(m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar"))
     if pools_last_token(root) or predicts_in_place(root) or root.get_output_embeddings() is None:
         raise ValueError(
             f"model={type(root).__name__}: it does not predict the next token; give a causal language model"
         )
+    if isinstance(batch, SharedPrompts):
+        if patch.settings.outputs == "local":
+            raise ValueError("outputs='local': rollouts that share prompts need all outputs; leave outputs out")
+        return batch.unshare(token_log_probs(model, batch.batch))
     batch = dict(batch)
     if "labels" not in batch and "shift_labels" not in batch:
         batch["labels"] = _labels(batch)

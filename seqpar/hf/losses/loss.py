@@ -27,7 +27,7 @@ from ...ranks.mesh import size_of
 from ..batch import IGNORE_INDEX, BatchShard
 from ..inspection.support import default_loss
 from ..state import Forward, Patch, forwards
-from .logits import LazyLogits, summed_cross_entropy
+from .logits import LazyLogits, label_log_probs, summed_cross_entropy
 
 WHOLE = "_seqpar_whole"  # an attribute of logits of all tokens, in the outputs of a model
 _ROUTER_LOSS = "load_balancing_loss_func"
@@ -73,7 +73,7 @@ class TokenLoss:
         if shard is None or shard.in_place is None:
             raise ValueError(
                 f"model.loss_function={user_loss}: a loss function of your own gets the unshifted labels; call the "
-                "model with the full batch and 'labels', without shift_labels"
+                "model with the full batch and 'labels', without shift_labels and without share_prompts"
             )
         named = {**dict(zip(("logits", "labels"), args, strict=False)), **kwargs}
         logits = named["logits"]
@@ -126,8 +126,11 @@ class TokenLoss:
             _check_labels(labels, forward.local_labels, forward)
         full_tokens = labels.numel() // max(labels.shape[-1], 1) * shard.seq_len
         few_count = shard.num_items is None or shard.num_items < full_tokens / 2
-        labels = labels.reshape(-1)  # [tokens]
-        if isinstance(logits, LazyLogits) and logits.full is None:
+        in_rows, labels = labels, labels.reshape(-1)  # [tokens]
+        if shard.weights is not None:
+            log_probs = label_log_probs(logits, in_rows, self.patch.settings.loss_chunk)
+            total = -(log_probs * shard.weights).sum()
+        elif isinstance(logits, LazyLogits) and logits.full is None:
             total = summed_cross_entropy(logits, labels, self.patch.settings.loss_chunk, few_count)
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]

@@ -118,7 +118,7 @@ def verify(
     with ExitStack() as stack:
         stack.enter_context(deadline(patch.sequence_group, deadline_s))
         stack.enter_context(evaluated(model))
-        shared = replace(patch.settings, batches="shared")
+        shared = replace(patch.settings, batches="shared", share_prompts=False)
         stack.enter_context(
             replaced(patch, calls=patch.calls, seed=patch.seed, settings=shared, loss_ranks=patch.sequence_group)
         )

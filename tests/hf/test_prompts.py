@@ -1,0 +1,329 @@
+"""Rollouts that share prompts have the losses, log-probabilities and gradients that each of them has by itself."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+pytest.importorskip("transformers")
+
+import seqpar
+import seqpar.hf
+from seqpar.hf.prompts import SharedPrompts
+from seqpar.masks.mask import layer_mask
+
+from ..pool import Pool, on_ranks
+from ..reference import assert_close
+from .workers import PARALLELIZE, VOCAB, Result, check_gradients, check_step, gradients, rounded, tiny, trained
+
+pytestmark = pytest.mark.slow
+Tokens = list[list[int]]
+
+
+def group_of(seed: int, prompt: int = 13, answers: int = 4) -> tuple[list[int], Tokens]:
+    """A prompt and its answers. Two answers are equal, two begin alike, and one is the beginning of another one."""
+    g = random.Random(seed)
+    tokens = [[g.randrange(3, VOCAB) for _ in range(g.randrange(4, 11))] for _ in range(answers)]
+    tokens[1] = [*tokens[0][:3], *tokens[1]]
+    return [g.randrange(3, VOCAB) for _ in range(prompt)], [*tokens, tokens[0], tokens[1][:4]]
+
+
+def rollouts_of() -> tuple[Tokens, list[Tokens]]:
+    """Two prompts and their answers. The second prompt continues the first one."""
+    (first, of_first), (second, of_second) = group_of(0), group_of(1, 6, 3)
+    return [first, first + second], [of_first, [*of_second, [7]]]
+
+
+def scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The log-probability of each label, and the entropy, ``[..., seq]`` in the dtype of the logits."""
+    log_probs = logits.log_softmax(-1)
+    return log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+def policy_loss(log_probs: Tensor, entropies: Tensor, counted: Tensor) -> Tensor:
+    """A GRPO loss with an advantage for each rollout, and an entropy bonus."""
+    advantages = torch.randn(len(log_probs), 1, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    ratio = (log_probs - log_probs.detach() * 0.9).exp()
+    per_token = -torch.min(ratio * advantages, ratio.clamp(0.7, 1.3) * advantages) - 0.1 * entropies
+    return (per_token * counted).sum() / counted.sum()
+
+
+def one_by_one(model: Any, prompts: Tokens, answers: list[Tokens]) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each prompt and answer by itself: log-probabilities, entropies and which count, ``[rollouts, tokens]``."""
+    found = []
+    for prompt, of_prompt in zip(prompts, answers, strict=True):
+        for answer in of_prompt:
+            ids = torch.tensor([prompt + answer])
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            found.append(torch.stack([*scores(logits, ids[0, len(prompt) :]), torch.ones(len(answer))]))
+    longest = max(x.shape[1] for x in found)
+    log_probs, entropies, counted = torch.stack([F.pad(x, (0, longest - x.shape[1])) for x in found], 1)
+    return log_probs, entropies, counted.bool()
+
+
+def from_row(model: Any, rollouts: SharedPrompts) -> tuple[Tensor, Tensor]:
+    row = {name: x for name, x in rollouts.batch.items() if name != "shift_labels"}
+    both = torch.stack(scores(model(**row).logits, rollouts.labels), -1)
+    log_probs, entropies = rollouts.unshare(both).unbind(-1)
+    return log_probs, entropies
+
+
+Expected = tuple[Tensor, Tensor, Tensor, Result]
+
+
+@on_ranks
+def trained_on_rollouts(group: ProcessGroup, cases: list[tuple[str, str, Expected]]) -> None:
+    prompts, answers = rollouts_of()
+    for kind, arguments, (log_probs, entropies, counted, result) in cases:
+        model = seqpar.hf.parallelize(tiny(kind), group=group, **PARALLELIZE[arguments])
+        rollouts = seqpar.hf.share_prompts(prompts, answers, windows=kind not in ("llama", "deepseek_v3"))
+        assert torch.equal(rollouts.counted, counted)
+        ours = from_row(model, rollouts)
+        assert_close(ours[0], log_probs)
+        assert_close(ours[1], entropies)
+        policy_loss(*ours, counted).backward()
+        seqpar.sync_gradients(model, group=group)
+        check_gradients(gradients(model), result, kind, arguments)
+        assert_close(seqpar.hf.token_log_probs(model, rollouts), log_probs)
+
+
+CASES = {
+    1: [("llama", "ring-zigzag")],
+    2: [("llama", "ulysses-contiguous"), ("mistral", "ring-zigzag"), ("gpt_oss", "all_gather-striped")],
+    4: [("llama", "ring-zigzag"), ("gemma2", "hybrid-zigzag"), ("deepseek_v3", "all_gather-striped")],
+}
+
+
+def expected_of(kind: str) -> Expected:
+    model = tiny(kind)
+    log_probs, entropies, counted = one_by_one(model, *rollouts_of())
+
+    def step() -> float:
+        loss = policy_loss(*one_by_one(model, *rollouts_of()))
+        loss.backward()
+        return loss.item()
+
+    return log_probs.detach(), entropies.detach(), counted, rounded(model, step)
+
+
+@pytest.mark.parametrize("world", CASES)
+def test_rollouts(pool: Pool, world: int) -> None:
+    pool.run(world, trained_on_rollouts, [(*case, expected_of(case[0])) for case in CASES[world]])
+
+
+class Own(torch.nn.Module):
+    """A language model of one's own, with a layer of attention, in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.positions = torch.nn.Embedding(VOCAB, 16), torch.nn.Embedding(64, 16)
+        self.project, self.head = torch.nn.Linear(16, 48), torch.nn.Linear(16, VOCAB)
+        self.double()
+
+    def forward(self, ids: Tensor, positions: Tensor, **options: Any) -> Tensor:
+        x = self.tokens(ids) + self.positions(positions)
+        q, k, v = self.project(x).unflatten(-1, (3, 4, 4)).unbind(2)
+        logits: Tensor = self.head(x + seqpar.attention(q, k, v, **options).flatten(2))
+        return logits
+
+
+@on_ranks
+def own_model(group: ProcessGroup) -> None:
+    """Float64, with the row sharded by the caller. A rank has the log-probabilities that its tokens predict."""
+    prompts, answers = rollouts_of()
+    alone, found = Own(), []
+    pairs = [(prompt, answer) for prompt, of_prompt in zip(prompts, answers, strict=True) for answer in of_prompt]
+    for prompt, answer in pairs:
+        ids = torch.tensor([prompt + answer])
+        logits = alone(ids, torch.arange(ids.shape[1])[None], strategy="local", mask=seqpar.Mask.causal())
+        of_answer = slice(len(prompt) - 1, -1)
+        found.append(torch.stack(scores(logits[0, of_answer], ids[0, len(prompt) :])))
+    longest = max(x.shape[1] for x in found)
+    log_probs, entropies = torch.stack([F.pad(x, (0, longest - x.shape[1])) for x in found], 1)
+    rollouts = seqpar.hf.share_prompts(prompts, answers)
+    policy_loss(log_probs, entropies, rollouts.counted).backward()
+    for name in ("ring-zigzag", "ulysses-contiguous", "all_gather-striped"):
+        layout, arguments = PARALLELIZE[name]["layout"], {k: x for k, x in PARALLELIZE[name].items() if k != "layout"}
+        sharding = seqpar.Sharding(rollouts.input_ids.shape[1], layout, group=group)
+        local = [sharding.shard(x) for x in (rollouts.input_ids, rollouts.position_ids, rollouts.labels)]
+        model = Own()
+        logits = model(local[0], local[1], sharding=sharding, mask=rollouts.mask, **arguments)
+        ours = rollouts.unshare(sharding.unshard(torch.stack(scores(logits, local[2]), -1)))
+        assert_close(ours[..., 0], log_probs)
+        assert_close(ours[..., 1], entropies)
+        policy_loss(ours[..., 0], ours[..., 1], rollouts.counted).backward()
+        seqpar.sync_gradients(model, group=group)
+        for (parameter, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert_close(p.grad, q.grad, what=f"{name} {parameter}")
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_model_of_ones_own(pool: Pool, world: int) -> None:
+    pool.run(world, own_model)
+
+
+def padded(side: str, every_label: bool) -> dict[str, Tensor]:
+    """The rollouts as a padded batch, in which the answers are labels, or all tokens but the first of each row."""
+    prompts, answers = rollouts_of()
+    rows = [(len(prompt), prompt + x) for prompt, some in zip(prompts, answers, strict=True) for x in some]
+    longest = max(len(row) for _, row in rows)
+
+    def pad(row: list[int], value: int) -> list[int]:
+        more = [value] * (longest - len(row))
+        return more + row if side == "left" else row + more
+
+    labels = [[-100] * (1 if every_label else first) + row[1 if every_label else first :] for first, row in rows]
+    return {
+        "input_ids": torch.tensor([pad(row, 0) for _, row in rows]),
+        "attention_mask": torch.tensor([pad([1] * len(row), 0) for _, row in rows]),
+        "labels": torch.tensor([pad(row, -100) for row in labels]),
+    }
+
+
+def packed() -> dict[str, Tensor]:
+    """Rows of two documents. Those of each half begin alike."""
+    ids = torch.randint(3, VOCAB, (3, 40), generator=torch.Generator().manual_seed(2))
+    ids[1:, :12], ids[2, 21:33] = ids[0, :12], ids[0, 21:33]
+    labels = ids.clone()
+    labels[:, [0, 21]] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.cat([torch.arange(21), torch.arange(19)])[None]}
+
+
+BATCHES = {"left": padded("left", False), "right": padded("right", True), "packed": packed()}
+SETTINGS = {
+    1: [("llama", "ring-zigzag", "right")],
+    2: [("qwen3_moe", "ring-zigzag", "right"), ("mistral", "all_gather-striped", "left")],
+    4: [("llama", "ring-zigzag", "packed"), ("gemma2", "hybrid-zigzag", "right"), ("gpt_oss", "ring-zigzag", "left")],
+}
+
+
+@on_ranks
+def trained_on_rows(group: ProcessGroup, cases: list[tuple[str, str, str, Result, dict[str, Any]]]) -> None:
+    for kind, name, how, result, outputs in cases:
+        arguments, batch = {"group": group, **PARALLELIZE[name], "share_prompts": True}, BATCHES[how]
+        model = seqpar.hf.parallelize(tiny(kind), **arguments)
+        check_step(group, model, batch, result, kind, name, how)
+        assert model._seqpar.last_sharding.seq_len < 0.75 * batch["input_ids"].numel()
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        unlabelled = {x: y for x, y in batch.items() if x != "labels"}
+        ours = model(**unlabelled, output_hidden_states=True)
+        for key, theirs in outputs.items():
+            if key in ours:
+                mine = ours[key][-1] if key == "hidden_states" else ours[key]
+                assert_close(mine[real], theirs[real], what=f"{kind} {key}")
+        labels = batch["labels"][:, 1:]
+        log_probs = seqpar.hf.token_log_probs(model, batch)
+        assert_close(log_probs[labels != -100], outputs["log_probs"][labels != -100])
+        assert not log_probs[labels == -100].any()
+        assert seqpar.hf.verify(model, batch, raise_on_error=False).ok
+
+
+def outputs_of(kind: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    unlabelled = {name: x for name, x in batch.items() if name != "labels"}
+    with torch.no_grad():
+        found = tiny(kind)(**unlabelled, output_hidden_states=True, use_cache=False)
+    log_probs = scores(found.logits[:, :-1], batch["labels"][:, 1:])[0]
+    return {"logits": found.logits, "hidden_states": found.hidden_states[-1], "log_probs": log_probs}
+
+
+@pytest.mark.parametrize("world", SETTINGS)
+def test_rows(pool: Pool, world: int) -> None:
+    """A model that shares prompts returns what it returns without."""
+    cases = []
+    for kind, name, how in SETTINGS[world]:
+        result = trained(tiny(kind), BATCHES[how], use_cache=False)
+        cases.append((kind, name, how, result, outputs_of(kind, BATCHES[how])))
+    pool.run(world, trained_on_rows, cases)
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=30), min_size=1, max_size=40),
+    st.booleans(),
+    st.integers(0, 25),
+)
+def test_a_row_has_the_tokens_of_every_sequence(sequences: Tokens, windows: bool, deep: int) -> None:
+    sequences = [*sequences, *([1] * n + [2] for n in range(deep))]  # each one branches off one token later
+    rollouts = seqpar.hf.share_prompts(sequences, windows=windows)
+    (ids,), (positions,), n = rollouts.input_ids, rollouts.position_ids, rollouts.labels.shape[1]
+    seen = layer_mask(rollouts.mask, True, 5 if windows else None, None)
+    dense, last = seen.dense(n), rollouts.tree.places.max(1).values
+    for row, tokens in enumerate(sequences):
+        places = rollouts.tree.places[row, : len(tokens)]
+        assert ids[places].tolist() == tokens and positions[places].tolist() == [*range(len(tokens))]
+        assert rollouts.labels[0, places].tolist() == [*tokens[1:], -100]
+        assert torch.equal(rollouts.places[row, : len(tokens) - 1], places[:-1])
+        assert dense[places[-1]].nonzero().flatten().tolist() == places[-5 if windows else 0 :].tolist()
+    assert int(rollouts.tree.copies.sum()) == sum(map(len, sequences)) and int(last.max()) == n - 1
+
+
+def test_rollouts_that_share_everything_or_nothing() -> None:
+    rollouts = seqpar.hf.share_prompts([[5, 6, 7]], [[[8, 9]] * 3])
+    assert (rollouts.input_ids.tolist(), rollouts.tree.copies.tolist()) == ([[5, 6, 7, 8, 9]], [[3] * 5])
+    assert rollouts.labels.tolist() == [[-100, -100, 8, 9, -100]]
+    x = torch.arange(10.0).view(1, 5, 2).requires_grad_()
+    rollouts.unshare(x).sum().backward()
+    assert x.grad is not None and x.grad[0, :, 0].tolist() == [0, 0, 3, 3, 0]  # of three rollouts
+    apart = seqpar.hf.share_prompts([[5, 6], torch.tensor([6])], [[[8]], [[8, 4], []]])
+    assert apart.mask == seqpar.Mask.tree([-1, -1, -1], [3, 3, 1]) and apart.counted.sum(1).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([],), r"sequences: lengths \[\]; give at least one"),
+        (([[1], []],), r"sequences: lengths \[1, 0\]; give at least one, each of at least one token"),
+        (([[1]], [[[2]], [[3]]]), "answers: for 2 prompts, but there are 1"),
+        (([[1]], [[]]), "answers: there are none"),
+        (([[0.5]],), r"sequences\[0\]: torch.float32 of shape \(1,\); expected the ids of its tokens"),
+        (([[1]], [[[[2]]]]), r"answers\[0\]\[0\]: torch.int64 of shape \(1, 1\); expected the ids"),
+    ],
+)
+def test_refused_sequences(arguments: Any, words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=words):
+        seqpar.hf.share_prompts(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "batch", "words"),
+    [
+        ("qwen3_5", {}, {}, "share_prompts: Qwen3_5ForCausalLM: it has layers with recurrent states"),
+        ("bert", {}, {}, "share_prompts: BertForMaskedLM: it has layers that are not causal"),
+        ("llama4", {}, {}, "share_prompts: Llama4ForCausalLM: it has layers that attend in chunks"),
+        ("llama", {"alibi_slopes": [0.5] * 4}, {}, "LlamaForCausalLM: alibi_slopes count the tokens"),
+        ("llama", {"outputs": "local"}, {}, "outputs='local': with share_prompts=True a call returns the outputs"),
+        ("llama", {}, {"labels": None, "logits_to_keep": 1}, "logits_to_keep=1: with share_prompts=True"),
+        ("llama", {}, {"return_dict": False}, "return_dict=False: with share_prompts=True"),
+        ("llama", {}, {"x": torch.zeros(12, 28)}, r"x: torch.float32 of shape \(12, 28\); with share_prompts=True"),
+        (
+            "llama",
+            {},
+            {"labels": torch.ones(12, 28, dtype=torch.int64)},
+            "labels: in row 0, padding predicts the label of",
+        ),
+    ],
+)
+def test_refused(kind: str, arguments: dict[str, Any], batch: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        seqpar.hf.parallelize(tiny(kind), share_prompts=True, **arguments)(**{**BATCHES["left"], **batch})
+
+
+def test_rollouts_are_refused_by_other_models() -> None:
+    rollouts = seqpar.hf.share_prompts(*rollouts_of())
+    with pytest.raises(ValueError, match="share_prompts: Qwen3_5ForCausalLM: it has layers with recurrent states"):
+        seqpar.hf.token_log_probs(seqpar.hf.parallelize(tiny("qwen3_5")), rollouts)
+    with pytest.raises(ValueError, match="layers with windows; pass windows=True to share_prompts"):
+        seqpar.hf.token_log_probs(seqpar.hf.parallelize(tiny("mistral")), rollouts)
+    model = seqpar.hf.parallelize(tiny("llama"), outputs="local")
+    with pytest.raises(ValueError, match="outputs='local': rollouts that share prompts"):
+        seqpar.hf.token_log_probs(model, rollouts)
+    with pytest.raises(ValueError, match=r"seqpar_prompts: .*pass the unchanged batch of share_prompts"):
+        model(**{**rollouts.batch, "input_ids": rollouts.input_ids[:, 1:], "position_ids": None, "shift_labels": None})
