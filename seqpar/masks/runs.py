@@ -75,7 +75,9 @@ class Runs:
 
     def _without_negative(self) -> Runs:
         """The same with ``hi`` raised to ``lo`` wherever it is smaller, which means that no key is visible."""
-        cut = _crossings(self.start, self.lo, self.lo_step, self.hi, self.hi_step)
+        # Where the ends meet, the query sees nothing; if they part again, the next query is the first that sees a key.
+        after = self.hi_step > self.lo_step
+        cut = _crossings(self.start, self.lo, self.lo_step, self.hi - after, self.hi_step)
         starts = np.unique(np.concatenate([self.start, cut]))
         lo, lo_step, hi, hi_step = self._cut_at(starts)
         return Runs(starts, lo, lo_step, *_upper(lo, lo_step, hi, hi_step))

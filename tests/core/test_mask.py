@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import seqpar
@@ -19,7 +19,11 @@ from seqpar.masks.runs import EVERYTHING, Runs
 
 from ..generators import rules_and_length
 from ..problems import BATCH_RULES, RULES
+from ..reference import Rule as Defined
 from ..reference import Rules, combined_mask, rules_id, visible_pairs
+
+# The ranges hide all keys from the first queries that they name, because the other rule shows only earlier keys.
+LATE_KEYS = (Defined("ranges", (((28, 75),), ((72, 81),), ("full",))), Defined("prefix_lm", (23,))), 83
 
 
 def as_rows(dense: torch.Tensor) -> torch.Tensor:
@@ -58,6 +62,17 @@ def test_intervals_never_fall(problem: tuple[Rules, int]) -> None:
         assert bool((lo.diff() >= 0).all())
         assert bool((hi.diff() >= 0).all())
         assert bool(((lo >= 0) & (lo <= hi)).all())
+
+
+@given(rules_and_length())
+@example(LATE_KEYS)
+def test_all_queries_of_a_run_see_a_key_or_none(problem: tuple[Rules, int]) -> None:
+    """Parts of a mask without keys are found by the first query of each run."""
+    drawn, seq_len = problem
+    for runs in combined_mask(drawn).runs(seq_len):
+        lo, hi = runs.at(torch.arange(seq_len))
+        for some in (lo < hi).tensor_split([start for start in runs.starts if start < seq_len]):
+            assert some.all() or not some.any()
 
 
 @given(rules_and_length(), rules_and_length())
