@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/grpo.py --text LICENSE --cp-size 2
     torchrun --nproc-per-node 2 examples/grpo.py --text LICENSE --cp-size 1    # data-parallel, for comparison
 
-Sequence parallelism needs one argument, parallelism_config. Every rank samples completions of its own prompts. Without
---model, it trains a small Llama with random weights, whose tokens are bytes, to answer in lower-case letters.
+Only parallelism_config is added to a script of TRL. Each rank samples completions of its own prompts, and stores a
+prompt once for them. Without --model, it trains a small random Llama on bytes to write lower-case letters.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
         reward_funcs=lower_case,
         args=GRPOConfig(
             output_dir=args.output,
-            parallelism_config=seqpar.hf.ParallelismConfig(cp_size=args.cp_size, strategy="ring"),
+            parallelism_config=seqpar.hf.ParallelismConfig(args.cp_size, strategy="ring", share_prompts=True),
             max_steps=args.steps,
             per_device_train_batch_size=4,
             num_generations=4,

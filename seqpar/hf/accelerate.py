@@ -68,8 +68,8 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
     It also takes these arguments of ``parallelize``: strategy, layout, backend, softmax_scale, alibi_slopes,
-    deterministic, gradients, loss_chunk, outputs, memory and the strategy's options. Use ``outputs="full"`` if you
-    evaluate with ``compute_metrics``, which needs the logits.
+    deterministic, gradients, loss_chunk, outputs, memory, share_prompts and the strategy's options. Use
+    ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
 
     Args:
         cp_size: the number of ranks that share a sequence. -1: all ranks. By default the value of

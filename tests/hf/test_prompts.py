@@ -325,5 +325,63 @@ def test_rollouts_are_refused_by_other_models() -> None:
     model = seqpar.hf.parallelize(tiny("llama"), outputs="local")
     with pytest.raises(ValueError, match="outputs='local': rollouts that share prompts"):
         seqpar.hf.token_log_probs(model, rollouts)
+    with pytest.raises(ValueError, match="seqpar_prompts: a call with a cache needs each row by itself"):
+        model(**rollouts.batch, use_cache=True)
     with pytest.raises(ValueError, match=r"seqpar_prompts: .*pass the unchanged batch of share_prompts"):
         model(**{**rollouts.batch, "input_ids": rollouts.input_ids[:, 1:], "position_ids": None, "shift_labels": None})
+
+
+@on_ranks
+def generated(group: ProcessGroup, expected: Tensor) -> None:
+    """A cache has the keys of each row, and rows do not share them."""
+    batch = {name: x for name, x in BATCHES["left"].items() if name != "labels"}
+    for batches in ("shared", "per_rank"):
+        model: Any = seqpar.hf.parallelize(tiny("mistral"), group=group, batches=batches, share_prompts=True).eval()
+        tokens = model.generate(**batch, do_sample=False, max_new_tokens=6, eos_token_id=None)
+        assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_generation(pool: Pool, world: int) -> None:
+    batch = {name: x for name, x in BATCHES["left"].items() if name != "labels"}
+    model = tiny("mistral").eval()
+    pool.run(world, generated, model.generate(**batch, do_sample=False, max_new_tokens=6, eos_token_id=None))
+
+
+def fused(kind: str) -> Any:
+    """A model with TRL's fused head."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model := tiny(kind), temperature=0.7, outputs=("log_probs", "entropy"))
+    return model
+
+
+def fused_outputs(kind: str) -> tuple[dict[str, Tensor], Result]:
+    model, fields = fused(kind), ("loss", "log_probs", "entropy", "label_mask", "aux_loss")
+
+    def step() -> float:
+        loss = model(**BATCHES["right"], fused_lm_head=True, output_router_logits=True).loss
+        loss.backward()
+        return float(loss)
+
+    with torch.no_grad():
+        output = model(**BATCHES["right"], fused_lm_head=True, output_router_logits=True)
+    return {name: output[name] for name in fields}, rounded(model, step)
+
+
+@on_ranks
+def with_fused_head(group: ProcessGroup, outputs: dict[str, Tensor], result: Result) -> None:
+    for batches in ("shared", "per_rank"):
+        model: Any = fused("qwen3_moe")
+        seqpar.hf.parallelize(model, group=group, batches=batches, share_prompts=True)
+        ours = model(**BATCHES["right"], fused_lm_head=True, output_router_logits=True)
+        for name, theirs in outputs.items():
+            assert_close(ours[name].float(), theirs.float(), what=f"{batches} {name}")
+        ours.loss.backward()
+        seqpar.sync_gradients(model, group=group)
+        check_gradients(gradients(model), result, batches)
+
+
+def test_trls_fused_head(pool: Pool) -> None:
+    pytest.importorskip("trl")
+    pool.run(2, with_fused_head, *fused_outputs("qwen3_moe"))

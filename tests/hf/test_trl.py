@@ -23,8 +23,10 @@ pytest.importorskip("trl")
 import transformers
 
 import seqpar.hf
+from seqpar.hf.prompts import TokenTree
 
 from ..pool import OwnPool, on_ranks, start
+from ..reference import assert_error
 from .test_accelerate import check_values, rounding_of_steps, settings, tokenizer, torchrun
 from .workers import VOCAB, tiny
 
@@ -54,13 +56,18 @@ def dataset(kind: str) -> Any:
     return Dataset.from_dict(columns)
 
 
-def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+def completions_of(trainer: Any, encoded: list[list[int]]) -> list[list[int]]:
     """Completions that are not sampled: they depend on the prompt, the step and the row among the rows of all ranks."""
-    encoded = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
     completions = []
     for i, ids in enumerate(encoded, trainer.accelerator.process_index * len(encoded)):
         g = random.Random(f"{ids} {i} {trainer.state.global_step}")
         completions.append([g.randrange(3, VOCAB) for _ in range(g.randrange(4, 13))] + [2])
+    return completions
+
+
+def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    encoded = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
+    completions = completions_of(trainer, encoded)
     return {
         "prompt_ids": encoded,
         "completion_ids": completions,
@@ -74,9 +81,16 @@ def reward(completions: list[str], **kwargs: Any) -> list[float]:
 
 def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: Any) -> Log:
     """The log of two steps of two micro-batches and of an evaluation. "dpo lora" trains adapters."""
+    return run_of(kind, model_kind, folder, config, **arguments)[0]
+
+
+def run_of(
+    kind: str, model_kind: str, folder: str, config: Any, **arguments: Any
+) -> tuple[Log, dict[str, torch.Tensor]]:
+    """The log and the trained weights."""
     import trl
 
-    kind, *lora = kind.split()
+    kind, *options = kind.split()
     name = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}[kind]
     model: Any = tiny(model_kind)
     given: dict[str, Any] = {}
@@ -91,7 +105,7 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: An
     if kind == "grpo":  # samples are trained on twice, so that their old log-probabilities are computed
         given["rollout_func"] = rollout
         arguments = {"beta": 0.1, "num_iterations": 2, "top_entropy_quantile": 0.8, **arguments}
-    if lora:  # their reference is the model without adapters
+    if "lora" in options:  # their reference is the model without adapters
         from peft import LoraConfig
 
         given["peft_config"] = LoraConfig(target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
@@ -123,17 +137,19 @@ def log_of(kind: str, model_kind: str, folder: str, config: Any, **arguments: An
     trainer.train()
     if trainer.state.max_steps == 2:
         trainer.evaluate()
-    return [
+    log = [
         {name: value for name, value in entry.items() if not any(time in name for time in _TIMES)}
         for entry in trainer.state.log_history
     ]
+    return log, {name: p.detach() for name, p in trainer.accelerator.unwrap_model(trainer.model).named_parameters()}
 
 
 # By number of processes: the trainer, the model, the ranks of a sequence.
 CASES = [
     (2, [("dpo", "mistral", 2), ("grpo", "mistral", 2)]),
     (2, [("kto", "llama", 2), ("rloo", "llama", 2), ("reward", "llama", 2)]),
-    (4, [("dpo lora", "gemma3", 2), ("grpo", "qwen3_5", 2)]),
+    (2, [("rloo shared", "llama", 2), ("dpo shared", "mistral", 2), ("reward shared", "llama", 1)]),
+    (4, [("dpo lora", "gemma3", 2), ("grpo", "qwen3_5", 2), ("grpo shared", "qwen3_moe", 2)]),
 ]
 
 
@@ -144,7 +160,7 @@ def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], fold
     found: list[list[Log]] = []
     for kind, model_kind, cp_size in cases:
         found.append([])
-        for config in (None, seqpar.hf.ParallelismConfig(cp_size)):
+        for config in (None, seqpar.hf.ParallelismConfig(cp_size, share_prompts="shared" in kind)):
             with torchrun(world):
                 found[-1].append(log_of(kind, model_kind, folder, config))
     return found
@@ -153,7 +169,7 @@ def logs(group: ProcessGroup, port: int, cases: list[tuple[str, str, int]], fold
 @pytest.mark.thorough(cases=[cases for _, cases in CASES[1:]])
 @pytest.mark.parametrize(("world", "cases"), CASES)
 def test_trainers(own: OwnPool, tmp_path: Path, world: int, cases: list[tuple[str, str, int]]) -> None:
-    for kind in ("llama", "mistral", "qwen3_5"):
+    for kind in ("llama", "mistral", "qwen3_5", "qwen3_moe"):
         tiny(kind).save_pretrained(tmp_path / kind)
     by_rank = own.pool.run(world, logs, own.port, cases, str(tmp_path))
     for found in by_rank:
@@ -188,6 +204,54 @@ def test_grpo_on_four_ranks(own: OwnPool, tmp_path: Path) -> None:
             values = [[entry[name] for entry in log if name in entry] for log in (ours, expected)]
             assert len(values[0]) == 3
             check_values(*values, rounding_of_steps("mistral", 1e-3), name)
+
+
+Trained = tuple[Log, dict[str, torch.Tensor]]
+
+
+def trained_alike(kind: str, world: int, folder: str, config: Any) -> Trained:
+    """Three steps of eight completions, the same for any number of processes, and the weights after them."""
+    import trl
+
+    once = _STEPS if kind == "grpo" else {name: _STEPS[name] for name in ("max_steps", "gradient_accumulation_steps")}
+    steps = {**once, "num_generations": 4, "optim": "sgd", "learning_rate": 0.1}
+    given = mock.patch.object(
+        trl.RLOOTrainer, "_generate_single_turn", lambda self, ids, *args: completions_of(self, ids)
+    )
+    with given:
+        return run_of(kind, "mistral", folder, config, per_device_train_batch_size=8 // world, **steps)
+
+
+@on_ranks
+def with_shared_prompts(group: ProcessGroup, port: int, kinds: list[str], folder: str) -> list[tuple[Trained, int]]:
+    world = start(port, f"shared {kinds} on {group.size()}", group.rank(), group.size(), timeout_s=60.0)
+    found = []
+    with torchrun(world), mock.patch.object(TokenTree, "of", wraps=TokenTree.of) as made:
+        for kind in kinds:
+            made.reset_mock()
+            trained = trained_alike(kind, group.size(), folder, seqpar.hf.ParallelismConfig(-1, share_prompts=True))
+            found.append((trained, made.call_count))
+    return found
+
+
+@pytest.mark.thorough(world=[1, 4])
+@pytest.mark.parametrize(("world", "kinds"), [(2, ["grpo", "rloo"]), (1, ["grpo"]), (4, ["rloo"])])
+def test_shared_prompts(own: OwnPool, tmp_path: Path, world: int, kinds: list[str]) -> None:
+    """Log and weights are those of one process without this package."""
+    tiny("mistral").save_pretrained(tmp_path / "mistral")
+    with torchrun(None):
+        expected = [trained_alike(kind, 1, str(tmp_path), None) for kind in kinds]
+    rounding, start = rounding_of_steps("mistral", 1e-3), dict(tiny("mistral").named_parameters())
+    for by_kind in own.pool.run(world, with_shared_prompts, own.port, kinds, str(tmp_path)):
+        for kind, (plain, theirs), ((log, weights), made) in zip(kinds, expected, by_kind, strict=True):
+            assert made >= 3 and len(plain) == len(log) == 4
+            for ours, entry in zip(log, plain, strict=True):
+                assert ours.keys() == entry.keys()
+                check_values([*ours.values()], [entry[name] for name in ours], rounding, kind)
+            moved = sum(float((theirs[name] - p).norm() ** 2) for name, p in start.items()) ** 0.5
+            apart = sum(float((theirs[name] - p).norm() ** 2) for name, p in weights.items()) ** 0.5
+            assert moved > 0.01
+            assert_error(apart / moved, rounding, f"{kind} weights")
 
 
 @on_ranks

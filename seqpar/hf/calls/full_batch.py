@@ -28,7 +28,7 @@ from ...base.checks import no_compile
 from ...masks.mask import Mask
 from ...memory.weights import CACHE_ARGUMENTS
 from ...sharding.same_rows import check_every
-from ..batch import BOUNDARY_NAMES, UNUSED_NAMES, shard_for_rank, shard_over
+from ..batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchCut, shard_for_rank, shard_over
 from ..inspection.support import cache_of, parameters_of, pools_last_token, predicts_in_place, text_model
 from ..losses.logits import LazyLogits, MissingLogits
 from ..losses.loss import WHOLE, all_gather_tokens, join_tiles, plain, reduce_over_ranks
@@ -65,21 +65,26 @@ def generates(kwargs: dict[str, Any]) -> bool:
 
 
 def shard_call(
-    model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None
+    model: Any, kwargs: dict[str, Any], has_images: bool, seed: int | None = None, fills_cache: bool = False
 ) -> tuple[dict[str, Any], FullCall]:
     """Prepare a call with a full batch. With images, the text model's hook shards the tokens.
 
     ``seed`` is the seed of attention dropout, if all ranks are known to have the same batch. Without it the ranks
-    compare their batches, in some of the calls, and agree on a seed. The first result is the arguments of this rank's
-    forward, with the entry ``seqpar``.
+    compare their batches, in some of the calls, and agree on a seed. Where a call ``fills_cache``, rows share nothing,
+    because a cache has the keys of each row. The first result is the arguments of this rank's forward, with the entry
+    ``seqpar``.
     """
     patch: Patch = model._seqpar
-    shares = patch.settings.share_prompts or kwargs.get(PROMPTS) is not None
-    if shares:
+    cut, given = patch.cut, kwargs.get(PROMPTS) is not None
+    if fills_cache:
+        cut = replace(cut, share_prompts=False)
+    if cut.share_prompts or given:
         check_shareable(model, patch)
-    if shares and has_images:
-        raise ValueError("share_prompts: the batch has images; only batches of text can share prompts")
-    return (_shard_merged_call if has_images else _shard_text_call)(model, kwargs, seed)
+        if has_images:
+            raise ValueError("share_prompts: the batch has images; only batches of text can share prompts")
+        if given and fills_cache:
+            raise ValueError(f"{PROMPTS}: a call with a cache needs each row by itself; pass use_cache=False")
+    return (_shard_merged_call if has_images else _shard_text_call)(model, kwargs, seed, cut)
 
 
 def check_shareable(model: nn.Module, patch: Patch) -> None:
@@ -100,7 +105,9 @@ def check_shareable(model: nn.Module, patch: Patch) -> None:
     raise ValueError(f"share_prompts: {name}: {why}; train it with share_prompts=False")
 
 
-def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
+def _shard_text_call(
+    model: Any, kwargs: dict[str, Any], seed: int | None, cut: BatchCut
+) -> tuple[dict[str, Any], FullCall]:
     patch: Patch = model._seqpar
     batch = {name: x for name, x in kwargs.items() if x is not None}
     pools = pools_last_token(model)
@@ -108,14 +115,14 @@ def _shard_text_call(model: Any, kwargs: dict[str, Any], seed: int | None) -> tu
     fused, is_shifted = bool(batch.get(FUSED)), "shift_labels" in batch
     keep = batch.pop("logits_to_keep", 0)
     keeps_some = isinstance(keep, Tensor) or keep != 0
-    if keeps_some and patch.cut.share_prompts:
+    if keeps_some and cut.share_prompts:
         raise ValueError(f"logits_to_keep={keep}: with share_prompts=True pass labels, or leave it out")
     if keeps_some and ("labels" in batch or is_shifted):
         raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
     if seed is None:
-        local = _shard(batch, patch)
+        local = _shard(batch, patch, cut)
     else:
-        local = shard_for_rank(batch, patch.cut, patch.rank, seed=seed)
+        local = shard_for_rank(batch, cut, patch.rank, seed=seed)
     shard = local["seqpar"]
     logits = tokens = shard.positions
     if keeps_some:
@@ -148,7 +155,7 @@ def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
     return last
 
 
-def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
+def _shard(batch: dict[str, Any], patch: Patch, cut: BatchCut) -> dict[str, Any]:
     """This rank's part of ``batch``. In some calls, whatever the batch, the ranks compare their batches."""
     call, patch.calls = patch.calls, patch.calls + 1
     every = check_every()
@@ -157,10 +164,10 @@ def _shard(batch: dict[str, Any], patch: Patch) -> dict[str, Any]:
     else:
         compares = bool(every) and call % every == 0
     if compares:
-        local = shard_over(patch.sequence_group, patch.cut, batch)
+        local = shard_over(patch.sequence_group, cut, batch)
         patch.seed = local["seqpar"].seed
     else:
-        local = shard_for_rank(batch, patch.cut, patch.rank, seed=patch.seed)
+        local = shard_for_rank(batch, cut, patch.rank, seed=patch.seed)
     local["seqpar"].seed = (patch.seed + call * _SEED_STEP) % 2**62
     return local
 
@@ -278,7 +285,9 @@ def has_more_than_text(kwargs: dict[str, Any]) -> bool:
     return any(isinstance(x := kwargs.get(name), Tensor) and bool(x.any()) for name in _TOKEN_TYPES)
 
 
-def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | None) -> tuple[dict[str, Any], FullCall]:
+def _shard_merged_call(
+    model: nn.Module, kwargs: dict[str, Any], seed: int | None, cut: BatchCut
+) -> tuple[dict[str, Any], FullCall]:
     full = {name: x for name, x in kwargs.items() if x is not None}
     ids = full.get("position_ids")
     boundaries = [name for name in BOUNDARY_NAMES if name in full]
@@ -287,7 +296,7 @@ def _shard_merged_call(model: nn.Module, kwargs: dict[str, Any], seed: int | Non
             f"{boundaries[0]}: with images and document boundaries, give position_ids that restart at each boundary; "
             "the positions that the model computes itself do not restart"
         )
-    local, full_call = _shard_text_call(model, without_image_positions(full), seed)
+    local, full_call = _shard_text_call(model, without_image_positions(full), seed, cut)
     for name in (*BOUNDARY_NAMES, *UNUSED_NAMES, *_LABELS, "logits_to_keep"):
         full.pop(name, None)
     full.update({name: local[name] for name in (*_LABELS, "num_items_in_batch", "seqpar") if name in local})

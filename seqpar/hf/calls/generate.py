@@ -68,7 +68,7 @@ def shard_generation(
     padding = _left_padding(attention_mask)
     if past == 0 and new >= patch.ranks:
         prompt = {**kwargs, "attention_mask": attention_mask}
-        local, full_call = shard_call(model, prompt, has_images, seed=0)
+        local, full_call = shard_call(model, prompt, has_images, seed=0, fills_cache=True)
         # With a cache, position_ids that restart start no document.
         local["seqpar"] = local["seqpar"].having(mask=padding)
         _expect(cache, full_call.tokens[patch.rank], slice(None), total)
