@@ -29,6 +29,7 @@ from .sharding.sharding import Sharding
 from .sharding.spec import AttentionSpec, attention_spec
 from .strategies.attend import attend
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
+from .strategies.max_logit import max_logit
 from .strategies.replay import attend_in_process
 from .strategies.seed import draw_seed
 
@@ -106,6 +107,16 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionArguments]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_max_logit: Literal[True],
+    return_lse: bool = False,
+    **options: Unpack[AttentionArguments],
+) -> tuple[Tensor, ...]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -125,11 +136,12 @@ def attention(
     deterministic: bool = False,
     backend: BackendName = "auto",
     return_lse: bool = False,
+    return_max_logit: bool = False,
     seq_len: int | None = None,
     dropout_seed: int | None = None,
     latent_weight: Tensor | None = None,
     **strategy_options: Unpack[StrategyOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention over one sequence whose tokens are sharded over a group of ranks.
 
     The result on each rank is what one device would compute for this rank's tokens, up to rounding, for every
@@ -170,6 +182,8 @@ def attention(
         backend: "auto" or one of ``seqpar.backends()``. If the named backend lacks a requested feature, the call falls
             back to the next one that has it (see ``seqpar.trace``).
         return_lse: also return the log-sum-exp of the scores, sinks included.
+        return_max_logit: also return the largest score of each head. It takes a second pass over q and k, in plain
+            PyTorch, and sends the keys once more.
         seq_len: the length of the full sequence, if no ``sharding`` is given. With it there is no handshake either.
         dropout_seed: the same on all ranks. By default rank 0 draws one from torch's CPU generator and sends it in a
             handshake. With a seed, there is no handshake for it.
@@ -185,13 +199,17 @@ def attention(
     Returns:
         ``out [batch, seq, heads, v_head_dim]`` in q's dtype (autocast's, if that is on); with ``return_lse`` also
         ``lse [batch, heads, seq]`` in float32 (float64 for float64). For a query that sees no key, ``out`` is 0 and
-        ``lse`` is -inf, or with ``sinks`` the sink.
+        ``lse`` is -inf, or with ``sinks`` the sink. With ``return_max_logit`` the last item is ``max_logit [heads]`` in
+        lse's dtype, without gradient: the maximum, over all queries of the sequence on all ranks and the keys that they
+        see, of the scores as the softmax takes them, scaled, capped and biased; -inf if no query sees a key.
 
     Raises:
         TypeError: an argument of the wrong type, before any payload is sent.
         ValueError: a wrong value, or ranks that disagree, before any payload is sent.
         RuntimeError: another rank raised an error on its own input.
     """
+    if not isinstance(return_max_logit, bool):
+        check_bool("return_max_logit", return_max_logit)
     constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
     make_spec = partial(attention_spec, strategy, strategy_options, *constants, attention)
     tensors, where = (q, k, v, sinks, alibi_slopes, latent_weight), (mesh, group, layout, seq_len)
@@ -200,7 +218,7 @@ def attention(
     if not isinstance(sharding, Sharding) or where != _NOWHERE or (needs_seed and not torch.compiler.is_compiling()):
         alone = strategy == "local" and mesh is None and group is None
         sharding, dropout_seed, joins_backward = _agree(
-            tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone
+            tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone, return_max_logit
         )
     spec = make_spec()
     # In eager code ``attend`` checks the tensors of calls whose kind is new.
@@ -212,6 +230,9 @@ def attention(
     # Without a seed, which is possible in compiled code only, the operator asks rank 0 for one.
     vectors: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "seed": seed, "latent_weight": latent_weight}
     out, lse = attend(q, k, v, spec, mask, sharding, **vectors, joins_backward=joins_backward)
+    if return_max_logit:
+        largest = max_logit(q, k, v, spec, mask, sharding, alibi_slopes=alibi_slopes, latent_weight=latent_weight)
+        return (out, lse, largest) if return_lse else (out, largest)
     return (out, lse) if return_lse else out
 
 
@@ -258,6 +279,7 @@ def _agree(
     where: tuple[DeviceMesh | None, ProcessGroup | None, Layout | None, int | None],
     needs_seed: bool,
     alone: bool,
+    return_max_logit: bool,
 ) -> tuple[Sharding, int | None, bool]:
     """Make a sharding, or check the given one against ``where``: mesh, group, layout and seq_len.
 
@@ -299,7 +321,7 @@ def _agree(
         check_rows(mask, "q", q)
     tokens = placement.tokens
     degrees = spec.strategy, tokens.ring, tokens.ulysses, placement.gather, placement.chunks, tokens.layout
-    numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse
+    numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse, return_max_logit
     expanded = None if latent_weight is None else tuple(latent_weight.shape)
     header = _AttentionHeader(
         length=q.shape[1],
@@ -471,6 +493,17 @@ class FixedAttention(Protocol):
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[FixedArguments]
     ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_max_logit: Literal[True],
+        return_lse: bool = False,
+        **options: Unpack[FixedArguments],
+    ) -> tuple[Tensor, ...]: ...
 
 
 def _fixed(strategy: StrategyName) -> Callable[[Callable[..., Any]], FixedAttention]:

@@ -28,6 +28,7 @@ from .elementwise import interpreted
 from .flash import FlashAttention2Backend, FlashAttention3Backend, FlashAttention4Backend, TorchFlashBackend
 from .hopper import HopperBackend
 from .library import LibraryBackend
+from .max_logit import MaxLogitBackend
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
@@ -83,6 +84,8 @@ _ALL: tuple[Backend, ...] = (
     ReferenceBackend(),
 )
 BACKENDS: dict[str, Backend] = {b.name: b for b in _ALL}
+# Named by ``strategies`` only: what it computes is not attention.
+_MAX_LOGIT = MaxLogitBackend()
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,7 @@ class BackendChoice:
         named = [] if name == "auto" else [name]
         others = [other for other in order(q) if other != "triton" or q.is_cuda]
         for candidate in dict.fromkeys((*named, *others)):
-            backend: Backend | None = BACKENDS[candidate]
+            backend: Backend | None = _MAX_LOGIT if candidate == _MAX_LOGIT.name else BACKENDS[candidate]
             if isinstance(backend, LibraryBackend) and backend.device_type != q.device.type:
                 continue
             if deterministic and isinstance(backend, (LibraryBackend, TritonBackend)):

@@ -44,9 +44,9 @@ class ReferenceBackend:
         acc, lse = carry or empty_carry(q, v.shape[3])  # [b, q, h, e], [b, h, q]
         intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
-        for at in _blocks(intervals, (), (v,)):
+        for at in blocks(intervals, (), (v,)):
             rows, queries, keys = at
-            s, _ = _scores(q[rows, queries], k[rows, keys], intervals, at, score)  # [b, h, q, k]
+            s, _ = scores(q[rows, queries], k[rows, keys], intervals, at, score)  # [b, h, q, k]
             block_lse = torch.logsumexp(s, dim=-1)  # [b, h, q]
             p = torch.exp(s - _subtrahend(block_lse)[..., None])
             if score.dropout_p:
@@ -66,9 +66,9 @@ class ReferenceBackend:
         intervals = intervals.to(q.device)
         dtype = accumulator(q.dtype)
         by_query = q, dout, _subtrahend(lse).mT, delta.mT
-        for at in _blocks(intervals, by_query, (k, v)):
+        for at in blocks(intervals, by_query, (k, v)):
             rows, queries, keys = at
-            s, derivative = _scores(q[rows, queries], k[rows, keys], intervals, at, score)  # [b, h, q, k]
+            s, derivative = scores(q[rows, queries], k[rows, keys], intervals, at, score)  # [b, h, q, k]
             p = torch.exp(s - _subtrahend(lse[rows, :, queries])[..., None])
             block_q, block_dout = (
                 _by_kv_head(x[rows, queries].to(dtype), k.shape[2]) for x in (q, dout)
@@ -92,7 +92,7 @@ Block = tuple[slice, slice, slice]  # batch rows, queries, keys
 _ALL = slice(None)
 
 
-def _blocks(intervals: KeyIntervals, by_query: Sequence[Tensor], by_key: Sequence[Tensor]) -> Iterator[Block]:
+def blocks(intervals: KeyIntervals, by_query: Sequence[Tensor], by_key: Sequence[Tensor]) -> Iterator[Block]:
     """Blocks of queries and keys in which some query sees some key.
 
     ``lo`` and ``hi`` never decrease along the queries, so the first and last query of a block bound its visible keys.
@@ -122,7 +122,7 @@ def _by_kv_head(x: Tensor, kv_heads: int) -> Tensor:
     return rearrange(x, "b q (n g) d -> b q n g d", n=kv_heads)
 
 
-def _scores(q: Tensor, k: Tensor, intervals: KeyIntervals, at: Block, score: Score) -> tuple[Tensor, Tensor | float]:
+def scores(q: Tensor, k: Tensor, intervals: KeyIntervals, at: Block, score: Score) -> tuple[Tensor, Tensor | float]:
     """Masked scores ``[b, h, q, k]`` of a block, and their derivative by ``q.k``."""
     rows, queries, keys = at
     dtype = accumulator(q.dtype)

@@ -49,6 +49,7 @@ ELSEWHERE = {
     "draft.py",  # tests/core/test_shift.py
     "own_loop.py",  # tests/docs/test_own_loop.py
     "grpo.py",  # tests/hf/test_trl.py
+    "qk_clip.py",  # tests/strategies/test_max_logit.py
     "video.py",  # tests/diffusers/test_example.py
     "quickstart.py",  # test_docs.py
 }
