@@ -197,6 +197,8 @@ class KeyValueCache:
                 f"{tuple(k.shape)} in {k.dtype}; use the batch and the autocast of the prompt"
             )
         mask.check_length(cached.length + new)
+        all_heads = spec.model_heads(q.shape, k.shape)
+        mask.check_heads(*all_heads)
         positions, start = self.new_positions(layer, new), cached.length
         cached.append(k, v, positions, group, self._shared)
         scale = q.shape[3] ** -0.5 if spec.softmax_scale is None else spec.softmax_scale
@@ -204,7 +206,8 @@ class KeyValueCache:
         slopes = spec.slopes(heads, q.device) if alibi_slopes is None else alibi_slopes.float()
         score = Score(scale, spec.softcap, slopes, sinks)
         with without_autocast(q):  # the kernels' own float32 must stay float32
-            return attend_to_cached(q, keys, start, mask, heads, score, group, spec.backend, self._shared)
+            options = score, group, spec.backend, self._shared, all_heads[0]
+            return attend_to_cached(q, keys, start, mask, heads, *options)
 
 
 def check_cache(cache: object, sharding: Sharding | None, dropout_p: float) -> None:
@@ -279,6 +282,7 @@ def attend_to_cached(
     group: ProcessGroup | None,
     backend: str,
     shared: Shared,
+    all_heads: int = 0,
 ) -> Tensor:
     """Attention of new tokens over the cached keys of all ranks. Call it without gradients, outside of compiled code.
 
@@ -293,6 +297,7 @@ def attend_to_cached(
         group: the ranks that share the sequence.
         backend: "auto" or a backend's name.
         shared: what the layers of this forward have computed so far and share.
+        all_heads: the query heads of the model, which ``Mask.by_heads`` divides into groups.
 
     Returns:
         ``[b, new, h, e]`` in q's dtype, the same bits on all ranks.
@@ -304,12 +309,14 @@ def attend_to_cached(
     # Split a long prompt, so that the float32 partial results of all ranks take at most _GATHERED_BYTES at a time.
     bytes_per_token = size_of(group) * q.shape[0] * q.shape[2] * (v.shape[3] + 1) * 4
     chunk = max(1, _GATHERED_BYTES // bytes_per_token)
-    outs, errors = list[Tensor](), list[Exception]()
+    outs, errors, groups = list[Tensor](), list[Exception](), mask.head_groups
+    by_mask = [(part, groups[i]) for i, part in heads.groups(all_heads // len(groups))] if groups else [(heads, mask)]
+    masks = [(part, of_group) for group_heads, of_group in by_mask for part in _even_parts(group_heads)]
     for first in range(0, new, chunk):
         stop = min(first + chunk, new)
         queries = range(start + first, start + stop)
         parts: list[Carry] = []
-        for part in _even_parts(heads):
+        for part, of_mask in masks:
             q_part, k_part, v_part, of_part = q[:, first:stop], k, v, score
             if part is not heads:
                 q_at, kv_at = part.q_range(within=heads), part.kv_range(within=heads)
@@ -318,7 +325,7 @@ def attend_to_cached(
             # The g query heads of a KV head become g consecutive queries of one head, so that a kernel reads each key
             # once, unless each of them has a slope of its own.
             g = 1 if score.needs_positions else len(part.queries) // len(part.kv)
-            seen = partial(_key_intervals, mask, positions, queries, g, q.device, score.needs_positions, shared)
+            seen = partial(_key_intervals, of_mask, positions, queries, g, q.device, score.needs_positions, shared)
             choice = _choice(backend, q_part, k_part, v_part, of_part, g, shared)
             parts.append(_attend(q_part, k_part, v_part, seen, of_part, choice, g, errors))
         acc, lse = parts[0]

@@ -319,6 +319,7 @@ def _agree(
             _check_seed(dropout_seed)
         q, k, v, sinks, _, latent_weight = _checked(mask, tensors)
         check_rows(mask, "q", q)
+        mask.check_heads(q.shape[2], k.shape[2])
     tokens = placement.tokens
     degrees = spec.strategy, tokens.ring, tokens.ulysses, placement.gather, placement.chunks, tokens.layout
     numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse, return_max_logit

@@ -230,6 +230,9 @@ def varlen_attn(
 
 def _with_causal(mask: Mask) -> Mask | None:
     """``mask`` for a call with ``is_causal``; None if it would take away keys that the mask adds."""
+    if mask.head_groups:
+        groups = [group for group in map(_with_causal, mask.head_groups) if group is not None]
+        return Mask.by_heads(groups) if len(groups) == len(mask.head_groups) else None
     if mask.branches or any(isinstance(rule, PrefixLM | CausalBlocks) for rule in mask.rules):
         return None
     return _CAUSAL if mask is _FULL else mask & _CAUSAL

@@ -19,6 +19,7 @@ from .reference import (
     dense_gradients,
     dropout_keep,
     fitted,
+    groups_of,
     rows_of,
     rules_id,
     visible_pairs,
@@ -180,16 +181,53 @@ BATCH_RULES: tuple[Rules, ...] = (
     (Rule("tree", (((-1, 0, 0), (-1, -1, 1)), ((20, 9, 21), (7, 12, 15)), True)), Rule("sliding_window", (24, 0))),
 )
 
+# Groups of heads with masks of their own.
+HEAD_RULES: tuple[Rules, ...] = (
+    (Rule("by_heads", ((Rule("sliding_window", (7, 0)),), (Rule("causal"),))),),
+    (Rule("by_heads", ((Rule("chunked", (16, False)),), (Rule("chunked", (16, False, (8,))),))),),  # LongLoRA
+    (
+        Rule(
+            "by_heads",
+            (
+                (Rule("full"),),
+                (Rule("any_of", ((Rule("sliding_window", (6, 2)),), (Rule("global_tokens", (3,)),))),),
+                (Rule("documents", (((0, 9, 50), (0, 24, 31)), True, True)), Rule("sliding_window", (9, 0))),
+            ),
+        ),
+    ),
+    (Rule("by_heads", ((Rule("chunked", (11, True)),), (Rule("prefix_lm", ((3, 22),)),))), Rule("padding", (2, 44))),
+    (
+        Rule(
+            "by_heads",
+            (
+                (Rule("tree", ((-1, 0, 0, 2, 2, 0, -1), (11, 9, 5, 6, 0, 13, 6))),),
+                (Rule("documents", ((0,), True, True)),),  # these heads see nothing
+                (Rule("sliding_window", (3, 0)),),
+            ),
+        ),
+    ),
+)
+
 # (heads, kv_heads): equal numbers, groups, one KV head, fewer KV heads than ranks, and numbers that no number of ranks
 # divides.
 HEADS = ((8, 8), (8, 2), (4, 1), (6, 3), (5, 5), (3, 1), (7, 7), (10, 5))
 
 
+# The same for masks of two and of three groups of heads.
+GROUPED_HEADS = {2: ((8, 8), (8, 2), (2, 2), (12, 4), (10, 10)), 3: ((6, 3), (3, 3), (9, 9), (12, 6))}
+
+
+def heads_for(rules: Rules, number: int) -> tuple[int, int]:
+    """Some heads and KV heads for a mask; other ones for the next number."""
+    choices = GROUPED_HEADS.get(groups_of(rules), HEADS)
+    return choices[number % len(choices)]
+
+
 def random_problem(seed: int, **fixed: Any) -> Problem:
     """A problem with random values for all fields except the ``fixed`` ones. The seed determines it."""
     chance = random.Random(seed)
-    heads, kv_heads = chance.choice(HEADS)
-    rules = chance.choice(RULES)
+    rules = chance.choice(HEAD_RULES if seed % 4 == 3 else RULES)
+    heads, kv_heads = heads_for(rules, chance.randrange(60))
     problem = Problem(
         seq_len=chance.choice((1, 2, 5, 13, 31, 50, 64)),
         batch=rows_of(rules),

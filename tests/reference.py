@@ -160,8 +160,8 @@ class Rule:
     args: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        if self.name == "any_of":
-            return "|".join(map(rules_id, self.args))
+        if self.name in _OF_MASKS:
+            return _OF_MASKS[self.name].join(map(rules_id, self.args))
         args = str(self.args).removesuffix(",)").removesuffix(")").removeprefix("(")
         return f"{self.name}({args})".replace(" ", "").removesuffix("()")
 
@@ -169,6 +169,8 @@ class Rule:
         """The package's mask."""
         if self.name == "any_of":
             return reduce(or_, map(combined_mask, self.args))
+        if self.name == "by_heads":
+            return Mask.by_heads([*map(combined_mask, self.args)])
         made = getattr(Mask, self.name)(*self.args)
         assert isinstance(made, Mask)
         return made
@@ -245,7 +247,7 @@ class Rule:
         padding is allowed. Blocks end with the sequence, and so does the last segment of a tree. Block
         diffusion has an even length; for another one the rule is a tree of one segment.
         """
-        if self.name == "any_of":
+        if self.name in _OF_MASKS:
             return replace(self, args=tuple(fitted(rules, seq_len) for rules in self.args))
         if self.name == "block_diffusion":
             size = self.args[1]
@@ -290,7 +292,7 @@ class Rule:
     @property
     def rows(self) -> int:
         """The number of batch rows for which the rule has its own arguments; 1 if all rows share them."""
-        if self.name == "any_of":
+        if self.name in _OF_MASKS:
             return max(map(rows_of, self.args))
         if self.name in ("prefix_lm", "padding"):
             return max((len(x) for x in self.args if isinstance(x, tuple)), default=1)
@@ -301,6 +303,7 @@ class Rule:
         return len(nested[0]) if nested and nested[0] and isinstance(nested[0][0], tuple) else 1
 
 
+_OF_MASKS = {"any_of": "|", "by_heads": "/"}  # rules whose arguments are rules, and what joins them in a test's id
 Rules = tuple[Rule, ...]
 Positions = np.ndarray[Any, Any]
 
@@ -328,6 +331,11 @@ def rows_of(rules: Rules) -> int:
     return max((rule.rows for rule in rules), default=1)
 
 
+def groups_of(rules: Rules) -> int:
+    """The number of groups of heads with masks of their own; 1 if all heads share the mask."""
+    return max((len(rule.args) for rule in rules if rule.name == "by_heads"), default=1)
+
+
 def fitted(rules: Rules, seq_len: int) -> Rules:
     """The rules for a sequence of ``seq_len`` tokens."""
     return tuple(rule.fitted(seq_len) for rule in rules)
@@ -343,7 +351,14 @@ def combined_mask(rules: Rules) -> Mask:
 
 @lru_cache(maxsize=512)
 def visible_pairs(rules: Rules, seq_len: int) -> Tensor:
-    """Whether each query sees each key under all of the rules: bool ``[rows, seq_len, seq_len]``."""
+    """Whether each query sees each key under all of the rules: bool ``[rows, seq_len, seq_len]``.
+
+    It is ``[rows, groups, seq_len, seq_len]`` if groups of heads have masks of their own.
+    """
+    for at, rule in enumerate(rules):
+        if rule.name == "by_heads":
+            by_group = [visible_pairs((*rules[:at], *x, *rules[at + 1 :]), seq_len) for x in rule.args]
+            return torch.stack([x.expand(rows_of(rules), seq_len, seq_len) for x in by_group], 1)
     i, j = np.arange(seq_len)[:, None], np.arange(seq_len)[None]
     rows = [np.broadcast_to(visible(rules, i, j, row), (seq_len, seq_len)) for row in range(rows_of(rules))]
     return torch.from_numpy(np.stack(rows))
@@ -432,7 +447,8 @@ def dense_attention(
         q: ``[batch, queries, heads, head_dim]``.
         k: ``[batch, keys, kv_heads, head_dim]``.
         v: ``[batch, keys, kv_heads, v_head_dim]``.
-        visible: True where the query sees the key, bool ``[queries, keys]`` or ``[batch or 1, queries, keys]``.
+        visible: True where the query sees the key, bool ``[queries, keys]``, ``[batch or 1, queries, keys]`` or
+            ``[batch or 1, groups of heads, queries, keys]``.
         softmax_scale: factor of the scores; ``head_dim ** -0.5`` by default.
         softcap: scores become ``softcap * tanh(score / softcap)``; 0 for none.
         sinks: ``[heads]``, an additional logit in the denominator of each head's softmax.
@@ -459,8 +475,10 @@ def dense_attention(
         j = torch.arange(k.shape[1], device=q.device) if k_positions is None else k_positions
         distance = (i[:, None] - j[None]).abs().to(dtype)  # [i, j]
         s = s - torch.atleast_2d(alibi_slopes.to(dtype))[:, :, None, None] * distance
-    visible = visible if visible.dim() == 3 else visible[None]
-    s = s.masked_fill(~visible[:, None], -torch.inf)  # [b, h, i, j]
+    visible = visible if visible.dim() > 2 else visible[None]
+    visible = visible if visible.dim() == 4 else visible[:, None]
+    visible = visible.repeat_interleave(q.shape[2] // visible.shape[1], 1)
+    s = s.masked_fill(~visible, -torch.inf)  # [b, h, i, j]
     if sinks is not None:
         s = torch.cat([s, sinks.to(dtype)[None, :, None, None].expand(*s.shape[:3], 1)], dim=-1)
     blind = (s == -torch.inf).all(-1, keepdim=True)  # [b, h, i, 1]

@@ -29,6 +29,11 @@ def parallelize(model: nn.Module, cp_mesh: DeviceMesh, **options: Any) -> None:
         ValueError: an ``inner_attention`` that is neither a ``VarlenAttention`` nor a ``ScaledDotProductAttention``, or
             a language model with a part that sees other tokens without an ``inner_attention``.
     """
+    if isinstance(mask := options.get("mask"), Mask) and mask.head_groups:
+        raise ValueError(
+            f"mask={mask!r:.60}: a mask for each group of heads is not supported, because a tensor-parallel rank may "
+            "hold some of the heads; call seqpar.attention in an attention module of your own"
+        )
     from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention
     from torchtitan.models.common.decoder import Decoder
 

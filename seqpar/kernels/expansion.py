@@ -22,6 +22,10 @@ from .base import Backend, Carry, Grads, OutputGrad, Score
 class Expansion(Protocol):
     """Computes one KV head for each query head from the tensors that were sent instead of keys and values."""
 
+    def of(self, heads: range) -> Expansion:
+        """The same for some of the query heads and for the heads that were sent for them."""
+        ...
+
     def blocks(self, sent_k: Tensor) -> list[range]:
         """The query heads in blocks. Keys and values are expanded for one block at a time."""
         ...
@@ -45,18 +49,18 @@ class RepeatedHeads:
     kernel, and not before they are sent.
     """
 
-    def __init__(self, kv_index: Tensor) -> None:
-        """``kv_index`` int64 ``[h]``: the KV head that each query head reads."""
-        self._kv_index = kv_index
-
-    @classmethod
-    def of(cls, kv_index: Sequence[int], device: torch.device) -> RepeatedHeads:
-        """The same for a sequence of integers."""
+    def __init__(self, kv_heads: Sequence[int], device: torch.device) -> None:
+        """``kv_heads``: for each query head the KV head that it reads."""
 
         def make() -> Tensor:
-            return upload(torch.tensor(kv_index, device="cpu"), device)
+            return upload(torch.tensor(kv_heads, device="cpu"), device)
 
-        return cls(cached_tensors(("KV heads", *kv_index), device, make))
+        self._kv_heads, self._device = kv_heads, device
+        self._kv_index = cached_tensors(("KV heads", *kv_heads), device, make)  # int64 [h]
+
+    def of(self, heads: range) -> RepeatedHeads:
+        own = self._kv_heads[heads.start : heads.stop]
+        return RepeatedHeads([x - own[0] for x in own], self._device)
 
     def blocks(self, sent_k: Tensor) -> list[range]:
         return [range(len(self._kv_index))]
@@ -80,6 +84,10 @@ class ExpandedKV:
     def __init__(self, backend: Backend, expansion: Expansion) -> None:
         self.reads_delta = backend.reads_delta
         self._backend, self._expansion = backend, expansion
+
+    def of(self, heads: range) -> ExpandedKV:
+        """The same for some of the query heads."""
+        return ExpandedKV(self._backend, self._expansion.of(heads))
 
     def forward(
         self,

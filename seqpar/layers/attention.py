@@ -177,7 +177,7 @@ class AttentionLayer(nn.Module):
             dropout_p=check_dropout(dropout_p),
             deterministic=deterministic,
             backend=backend,
-            q_per_kv=num_heads // kv_heads,
+            all_heads=(num_heads, kv_heads),
             alibi_slopes=check_slopes(alibi_slopes, num_heads),
         )
         self._parallel_context = ParallelContext(mesh, group)
@@ -436,6 +436,8 @@ class AttentionLayer(nn.Module):
         if torch.compiler.is_compiling():  # the operators check the length and the mask when they run
             return
         check_rows(mask, "x_local", x)
+        if mask.head_groups:
+            mask.check_heads(self.num_heads, self.num_kv_heads)
         if sharding is not None:
             linears = self.q_proj, self.k_proj, self.v_proj, self.o_proj
             if self.strategy != "tp_sp" and any(is_dtensor(x.weight) for x in linears):

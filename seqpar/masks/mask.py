@@ -5,7 +5,7 @@ Most masks have the same form: the query at global position ``i`` sees the keys 
 packed-document, prefix-LM, chunked and padded attention have this form, and so does every intersection of them.
 A mask therefore needs two integers per query instead of a row of a dense matrix. ``runs.py`` describes them by even
 fewer. A union, a tree or block diffusion consists of a few *parts* of this form that are disjoint: attention computes
-them one after another.
+them one after another. Groups of heads may have masks of their own.
 
     documents [0, 3, 5] & sliding_window(1)
 
@@ -38,6 +38,7 @@ from .rules import (
     RANGE_TYPES,
     AnyOf,
     BlockDiffusion,
+    ByHeads,
     CausalBlocks,
     Chunked,
     Documents,
@@ -100,6 +101,16 @@ class Mask(Opaque):
         """The constructors, and a picture of what the queries of the first batch row see."""
         tokens = min(max([_CELLS, *(rule.shown for rule in self.rules)]), _MOST_SHOWN)
         side = -(-tokens // _CELLS)  # of a cell, in tokens
+        name = repr(self) if len(repr(self)) <= 100 else f"{repr(self)[:97]}..."
+        of_cells = f"; {side:,} tokens a cell, {_FULL} all, {_PART} some" if side > 1 else ""
+        of_rows = f"; row 0 of {self.batch}" if self.batch > 1 else ""
+        lines = [name, f"queries down, keys across{of_cells}{of_rows}"]
+        for i, group in enumerate(self.head_groups, 1):
+            lines += [f"heads: group {i} of {len(self.head_groups)}", *group._picture(side)]
+        return "\n".join(lines if self.head_groups else [*lines, *self._picture(side)])
+
+    def _picture(self, side: int) -> list[str]:
+        """The rows of a picture whose cells have ``side`` tokens."""
         positions = torch.arange(_CELLS * side, device="cpu")
         first, drawn = positions[::side], []  # the first key of each cell
         for queries in positions.split(side):
@@ -107,10 +118,7 @@ class Mask(Opaque):
             for lo, hi in ((torch.atleast_2d(x)[0, :, None] for x in ends) for ends in self.interval_sets(queries)):
                 pairs += (hi.minimum(first + side) - lo.maximum(first)).clamp(min=0).sum(0)
             drawn.append(" ".join(_EMPTY if x == 0 else _FULL if x == side**2 else _PART for x in pairs.tolist()))
-        name = repr(self) if len(repr(self)) <= 100 else f"{repr(self)[:97]}..."
-        of_cells = f"; {side:,} tokens a cell, {_FULL} all, {_PART} some" if side > 1 else ""
-        of_rows = f"; row 0 of {self.batch}" if self.batch > 1 else ""
-        return "\n".join([name, f"queries down, keys across{of_cells}{of_rows}", *drawn])
+        return drawn
 
     @cached_property
     def checksum(self) -> int:
@@ -341,6 +349,51 @@ class Mask(Opaque):
             )
         return Mask((QueryRanges(queries, keys, tuple(types)),))
 
+    @staticmethod
+    def by_heads(masks: Sequence[Mask]) -> Mask:
+        """A mask for each group of heads: the query heads in as many equal groups of consecutive heads, with their KV
+        heads.
+
+        Each group's keys and values are sent only where its mask needs them. In LongLoRA's shifted sparse attention,
+        the blocks of half of the heads are shifted by half a block:
+        ``Mask.by_heads([Mask.chunked(n), Mask.chunked(n, starts=[n // 2])])``. The number of groups must divide
+        the query heads and the KV heads of the call; of a tensor-parallel layer, those of the model.
+
+        Args:
+            masks: for each group its mask, none of which is made by ``by_heads``.
+
+        Raises:
+            TypeError: ``masks`` is not a list or tuple of masks.
+            ValueError: there is none, one is made by ``by_heads``, or they differ in the number of batch rows.
+        """
+        if not isinstance(masks, list | tuple) or not all(isinstance(mask, Mask) for mask in masks):
+            raise TypeError(f"by_heads masks={masks!r:.200}: expected a list of masks, one for each group of heads")
+        if not masks or any(mask.head_groups for mask in masks):
+            raise ValueError(f"by_heads masks={masks!r:.200}: give at least one mask, and none that is by_heads itself")
+        for mask in masks:
+            masks[0]._check_combined(mask)
+        return Mask((ByHeads(tuple(mask.rules for mask in masks)),)) if len(masks) > 1 else masks[0]
+
+    @cached_property
+    def head_groups(self) -> tuple[Mask, ...]:
+        """The mask of each group of heads; none if all heads share this mask."""
+        rule = self.rules[0] if len(self.rules) == 1 else None
+        return tuple(map(Mask, rule.masks)) if isinstance(rule, ByHeads) else ()
+
+    def check_heads(self, heads: int, kv_heads: int) -> None:
+        """Check that every group of heads of the mask has as many of the ``heads`` and ``kv_heads`` of attention.
+
+        Raises:
+            ValueError: the heads do not divide by the groups, or two groups would read the same KV head.
+        """
+        groups = max(1, len(self.head_groups))
+        if heads % groups or kv_heads % groups:
+            raise ValueError(
+                f"mask: by_heads of {groups} groups, but attention has {heads} query heads and {kv_heads} KV heads; "
+                "the groups have equally many heads, and share no KV head: give a number of masks that divides both "
+                "(latents count as one KV head)"
+            )
+
     def __or__(self, other: Mask) -> Mask:
         """A query sees the keys that it sees under one of the masks or under both.
 
@@ -350,6 +403,11 @@ class Mask(Opaque):
         if not isinstance(other, Mask):
             return NotImplemented
         self._check_combined(other)
+        if self.head_groups or other.head_groups:
+            raise ValueError(
+                f"mask: {self!r:.60} | {other!r:.60}: by_heads cannot be a part of a union; write the union for each "
+                "group of heads, Mask.by_heads([a | c, b | c])"
+            )
         masks: tuple[tuple[Rule, ...], ...] = ()
         for mask in (self, other):
             rules = mask.rules
@@ -368,6 +426,11 @@ class Mask(Opaque):
         if not isinstance(other, Mask):
             return NotImplemented
         self._check_combined(other)
+        if groups := max(len(self.head_groups), len(other.head_groups)):
+            ours, theirs = self.head_groups or (self,) * groups, other.head_groups or (other,) * groups
+            if len(ours) != len(theirs):
+                raise ValueError(f"masks of {len(ours)} and {len(theirs)} groups of heads cannot be combined")
+            return Mask.by_heads([a & b for a, b in zip(ours, theirs, strict=True)])
         return Mask(self.rules + tuple(rule for rule in other.rules if rule not in self.rules))
 
     @cached_property
@@ -475,16 +538,21 @@ class Mask(Opaque):
         return self._parts[seq_len]
 
     def runs(self, seq_len: int) -> tuple[Runs, ...]:
-        """The intervals of all parts and batch rows, one part after another."""
+        """The intervals of all groups of heads, parts and batch rows, one group and one part after another."""
+        if groups := self.head_groups:
+            return tuple(runs for group in groups for runs in group.runs(seq_len) * (self.batch // group.batch))
         first, *more = self.parts(seq_len)
         return sum(more, first)
 
     def dense(self, seq_len: int) -> Tensor:
         """The mask as bool ``[seq_len, seq_len]`` (``[batch, seq_len, seq_len]``), True where visible.
 
-        For references and tests: its size is quadratic in the sequence's length.
+        Of ``by_heads`` it is ``[batch, groups, seq_len, seq_len]``, with a batch of 1 if all rows share the mask. For
+        references and tests: its size is quadratic in the sequence's length.
         """
         check_int("seq_len", seq_len, 0)
+        if groups := [group.dense(seq_len) for group in self.head_groups]:
+            return torch.stack([x.expand(self.batch, seq_len, seq_len) for x in groups], 1)
         keys = torch.arange(seq_len, device="cpu")
         seen = [(keys >= lo[..., None]) & (keys < hi[..., None]) for lo, hi in self.interval_sets(keys)]
         return torch.stack(seen).any(0)

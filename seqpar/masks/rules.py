@@ -97,14 +97,14 @@ class BranchingRule(Rule):
 
 
 @dataclass(frozen=True)
-class AnyOf(BranchingRule):
-    """What a query sees under any of several masks, each given by its rules."""
+class _OfMasks(BranchingRule):
+    """A rule of several masks, each given by its rules."""
 
     masks: tuple[tuple[Rule, ...], ...]
 
     @property
     def batch(self) -> int:
-        return max(rule.batch for rules in self.masks for rule in rules)
+        return max((rule.batch for rules in self.masks for rule in rules), default=1)
 
     @property
     def is_local(self) -> bool:
@@ -115,12 +115,8 @@ class AnyOf(BranchingRule):
         return any(rule.has_window for rules in self.masks for rule in rules)
 
     @property
-    def constructor(self) -> str:
-        return " | ".join(described(rules) for rules in self.masks)
-
-    @property
     def shown(self) -> int:
-        return max(rule.shown for rules in self.masks for rule in rules)
+        return max((rule.shown for rules in self.masks for rule in rules), default=0)
 
     def check_length(self, seq_len: int) -> None:
         for rules in self.masks:
@@ -128,10 +124,39 @@ class AnyOf(BranchingRule):
                 rule.check_length(seq_len)
 
     def of_rows(self, rows: Sequence[int]) -> Rule:
-        return AnyOf(tuple(tuple(rule.of_rows(rows) for rule in rules) for rules in self.masks))
+        return replace(self, masks=tuple(tuple(rule.of_rows(rows) for rule in rules) for rules in self.masks))
+
+
+class AnyOf(_OfMasks):
+    """What a query sees under any of several masks."""
+
+    @property
+    def constructor(self) -> str:
+        return " | ".join(map(described, self.masks))
 
     def parts(self, row: int, seq_len: int) -> Parts:
         return union([part for rules in self.masks for part in parts_of(rules, row, seq_len)], seq_len)
+
+
+class ByHeads(_OfMasks):
+    """A mask for each group of heads. It is the only rule of its mask."""
+
+    @property
+    def constructor(self) -> str:
+        return f"by_heads([{', '.join(map(described, self.masks))}])"
+
+    @property
+    def starts(self) -> tuple[tuple[int, ...], ...]:
+        raise self._several("what depends on where a sequence starts (chunks, seqpar.mixers, seqpar.shift)")
+
+    def parts(self, row: int, seq_len: int) -> Parts:
+        raise self._several("this")
+
+    def _several(self, what: str) -> ValueError:
+        return ValueError(
+            f"mask: {self.constructor[:60]} is a mask for each of {len(self.masks)} groups of heads, and {what} takes "
+            "one mask of all heads; pass one of mask.head_groups, or call it for each of them"
+        )
 
 
 @dataclass(frozen=True)

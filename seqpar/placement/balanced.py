@@ -38,6 +38,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise, starmap
+from math import lcm
 
 import numpy as np
 
@@ -73,7 +74,9 @@ def balanced_layout(
     weights, groups = {mask: 1} if isinstance(mask, Mask) else mask, ranks // ulysses
     for each in weights:
         each.check_length(seq_len)
-    counted = sorted(((_Pairs(each, seq_len), weight) for each, weight in weights.items()), key=lambda x: -x[0].total)
+    common = lcm(*(len(each.head_groups) or 1 for each in weights))  # the pairs are sums over groups of heads
+    of_masks = ((_Pairs(x, seq_len), weight * common // (len(x.head_groups) or 1)) for x, weight in weights.items())
+    counted = sorted(of_masks, key=lambda x: -x[0].total)
     most_pairs, *others = (pairs for pairs, _ in counted)
 
     def busiest(shards: list[list[range]]) -> int:
@@ -129,7 +132,7 @@ def balanced_layout(
 
 def pairs_of_ranks(mask: Mask, seq_len: int, shards: Sequence[Sequence[range]]) -> list[int]:
     """The visible pairs of the queries of each rank, whose positions are the ranges ``shards[rank]``; the sum over the
-    mask's batch rows."""
+    mask's batch rows and groups of heads."""
     pairs = _Pairs(mask, seq_len)
     if all(r.step == 1 for ranges in shards for r in ranges):
         return pairs.of(shards)
@@ -144,7 +147,8 @@ def _difference(seq_len: int, tile: int, groups: int, ulysses: int) -> int:
 
 
 class _Pairs:
-    """The visible pairs of a mask, at a cost that does not grow with the tokens; the sum over its batch rows."""
+    """The visible pairs of a mask, at a cost that does not grow with the tokens; the sum over its batch rows and groups
+    of heads."""
 
     def __init__(self, mask: Mask, seq_len: int) -> None:
         self.seq_len, self.rows = seq_len, mask.runs(seq_len)

@@ -51,6 +51,12 @@ class Heads:
         """The query heads ``of``, counted from the first, with the KV heads that they read."""
         return Heads(self.queries[of.start : of.stop], self.q_per_kv)
 
+    def groups(self, size: int) -> list[tuple[int, Heads]]:
+        """The heads in groups of ``size`` query heads of the model, with the number of each group in the model."""
+        first, stop = self.queries.start, self.queries.stop
+        edges = [(i, max(i * size, first) - first, min(i * size + size, stop) - first) for i in range(-(-stop // size))]
+        return [(i, self[range(start, end)]) for i, start, end in edges if start < end]
+
     def chunks(self, count: int) -> tuple[Heads, ...]:
         """The heads in ``count`` chunks of whole KV heads; fewer if there are fewer KV heads, and one chunk if the KV
         heads are read by different numbers of query heads."""

@@ -24,7 +24,7 @@ from ..masks.mask import Mask
 from ..placement.heads import Heads
 from ..placement.layout import CPU, TokenLayout
 from ..placement.placement import Placement
-from ..schedule.plan import AttentionPlan
+from ..schedule.plan import AttentionPlan, attention_plan
 from ..schedule.program import Step
 from ..sharding.spec import AttentionSpec
 from ..strategies.call import AttentionCall
@@ -203,7 +203,7 @@ class AttentionTimeline:
         s = rank.split
         self._split, self._rank, self._sizes = s, rank, sizes
         per_host = s.ring_per_host(rank.ulysses, rank.tensor)
-        self._plan = AttentionPlan(s.mask, s.tokens, rank.ring, s.gather, per_host)
+        self._plan = attention_plan(s.mask, s.tokens, rank.ring, s.gather, per_host, sizes.heads)
         self._heads = Heads.of_model(sizes.heads, sizes.sent_kv_heads).split(s.tensor)[rank.tensor]
         self._rate = s.hardware.rate(s.kernel)
         ulysses: Any = SimulatedRanks(s.ulysses, rank.ulysses)
@@ -247,9 +247,11 @@ class AttentionTimeline:
         transport = RecordedTransport(rank, self._plan)
         return RecordedRun(self._call, heads, k, v, transport, partial(self._kernel, rank))
 
-    def _kernel(self, rank: RankTimeline, name: str, step: Step, heads: int, backward: bool) -> None:
-        """Record the kernel of one step, and the merge of its result where the kernel cannot carry."""
-        s, sizes, pairs = self._split, self._sizes, self._pairs_by_step[step.index]
+    def _kernel(
+        self, rank: RankTimeline, name: str, plan: AttentionPlan, step: Step, heads: int, backward: bool
+    ) -> None:
+        """Record the kernel of one step of a plan, and the merge of its result where the kernel cannot carry."""
+        s, sizes, pairs = self._split, self._sizes, self._pairs_by_step[plan][step.index]
         name = f"{name} step {step.index}" if step.index else f"{name} own"
         d, e = sizes.dims
         # Forward multiplies q by k (d) and the weights by v (e). Backward multiplies for the scores, dq and dk (3 d),
@@ -269,14 +271,20 @@ class AttentionTimeline:
             rank.compute("merge", nbytes=(s.dtype.itemsize + 2 * FLOAT32_BYTES) * elements)
 
     @cached_property
-    def _pairs_by_step(self) -> dict[int, float]:
-        """For each step with keys, the pairs of a query and a key that the kernel computes for one head."""
-        s, plan = self._split, self._plan
+    def _pairs_by_step(self) -> dict[AttentionPlan, dict[int, float]]:
+        """For the plan of each group of heads, the pairs of a query and a key that the kernel computes for one head in
+        each step with keys."""
+        masks, sizes = self._split.mask.head_groups or (self._split.mask,), self._sizes
+        groups = self._plan.groups_of(Heads.of_model(sizes.heads, sizes.sent_kv_heads))
+        return {plan: self._pairs_of(mask, plan) for mask, (_, plan) in zip(masks, groups, strict=True)}
+
+    def _pairs_of(self, mask: Mask, plan: AttentionPlan) -> dict[int, float]:
+        s = self._split
         if s.hardware.device == "cpu":  # the CPU kernel computes other tiles than the kernels of GPUs
             with _disable_current_modes():  # the tiles are read from tensors, which a FakeTensorMode would empty
                 intervals = {i: plan.intervals(i, CPU) for i in range(len(plan))}
                 return {i: sum(map(pairs_computed_on_cpu, parts)) for i, parts in intervals.items() if parts}
-        by_owner = _pairs_by_owner(s.mask, s.tokens, plan.rank, s.hardware.tile)
+        by_owner = _pairs_by_owner(mask, s.tokens, plan.rank, s.hardware.tile)
         pairs: dict[int, float] = {}
         for i, step in enumerate(plan):
             if step.keys is not None:

@@ -191,6 +191,11 @@ def plan(
     if not isinstance(mask, Mask):
         raise TypeError(f"mask={mask!r}: expected a seqpar.Mask, such as seqpar.Mask.causal()")
     mask.check_length(seq_len)
+    if mask.head_groups:
+        mask.check_heads(shape.attention.heads, shape.attention.sent_kv_heads)
+        if head_groups not in (None, 1):
+            raise ValueError(f"head_groups={head_groups}: not with Mask.by_heads; leave it out")
+        head_groups = 1
     if seq_len > _MOST_TOKENS:
         raise ValueError(
             f"seq_len={seq_len}: expected at most {_MOST_TOKENS}, because positions are 32-bit integers in kernels"

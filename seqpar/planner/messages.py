@@ -180,7 +180,7 @@ class RecordedRun(Run):
         call, heads: as in ``Run``.
         k, v: ``[b, k, n, d]`` and ``[b, k, n, e]``, without data.
         transport: records the messages.
-        record: records the kernel of a step, for a number of heads.
+        record: records the kernel of a step of a plan, for a number of heads.
     """
 
     adds_dkv = False  # whether dk and dv are added to the chunk before, which has the same K/V
@@ -192,16 +192,16 @@ class RecordedRun(Run):
         k: Tensor,
         v: Tensor,
         transport: RecordedTransport,
-        record: Callable[[str, Step, int, bool], None],
+        record: Callable[[str, AttentionPlan, Step, int, bool], None],
     ) -> None:
         self.kv_ready, self.plan, self.transport, self._record = call.kv_ready, call.plan, transport, record
         self.heads, self.program = heads, call.program(heads, k, v)
-        self.steps = self.program.steps
+        self.steps, self.plans = self.program.steps, self.program.plans or (self.plan,)
         self.kernel = _NoKernel(call.v_head_dim(v.shape))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: Step, carries: Carries | None) -> Carries:
         if step.attends:
-            self._record("attend", step, len(step.q_heads or self.heads.queries), False)
+            self._record("attend", self.plans[step.group], step, len(step.q_heads or self.heads.queries), False)
         return carries or [
             (q.new_empty(*q.shape[:3], self.kernel.v_head_dim), q.new_empty(q.shape[0], q.shape[2], q.shape[1]))
         ]
@@ -212,4 +212,5 @@ class RecordedRun(Run):
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, step: Step, *grads: Any) -> None:
         if step.attends:
-            self._record("gradients of", step, len(step.q_heads or self.heads.queries), True)
+            heads = len(step.q_heads or self.heads.queries)
+            self._record("gradients of", self.plans[step.group], step, heads, True)

@@ -20,14 +20,14 @@ Array = NDArray[np.int64]
 def visible_pairs(mask: Mask, seq_len: int) -> int:
     """The number of visible pairs of a query and a key in a sequence, at a cost that does not grow with its tokens.
 
-    If the batch rows have different masks, this is the mean over the rows, rounded down.
+    If batch rows or groups of heads have different masks, this is the mean over them, rounded down.
     """
     rows, total = mask.runs(seq_len), 0
     for runs in rows:
         count = np.diff(np.append(np.minimum(runs.start, seq_len), seq_len))
         for sign, end, slope in ((1, runs.hi, runs.hi_step), (-1, runs.lo, runs.lo_step)):
             total += sign * int(keys_below_line(end, slope, count, seq_len).sum())
-    return total // mask.batch
+    return total // _masks(mask)
 
 
 def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions], tile: int) -> list[int]:
@@ -35,7 +35,7 @@ def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[
 
     A kernel computes whole tiles of ``tile`` queries and ``tile`` keys, from the first key that a query of the tile
     sees to the last. So it computes some pairs that are not visible. With tiles of 1 these are the visible pairs. If
-    the batch rows have different masks, this is the mean over the rows, rounded down.
+    batch rows or groups of heads have different masks, this is the mean over them, rounded down.
 
     Args:
         mask: which keys each query sees.
@@ -64,7 +64,12 @@ def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[
         first_tile, last_tile = ends[0] // tile, -(-ends[1] // tile)  # of the keys
         key_tiles = np.where(ends[1] > ends[0], last_tile - first_tile, 0).sum(0)  # [shards]
         totals += key_tiles * tile * tile
-    return [int(x) // mask.batch for x in totals]
+    return [int(x) // _masks(mask) for x in totals]
+
+
+def _masks(mask: Mask) -> int:
+    """How many masks ``mask.runs`` has the intervals of: of each batch row and group of heads."""
+    return mask.batch * max(1, len(mask.head_groups))
 
 
 def _stripes(shards: Sequence[Positions]) -> Array:

@@ -35,7 +35,7 @@ Shapes: b is 1 or the batch size, q_len and k_len are the numbers of local queri
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -132,9 +132,16 @@ class AttentionPlan:
         """The steps of a call with these heads. Made once; see ``Program``."""
         key = heads, num_chunks, attends, prefetch, split_own
         if key not in self._programs:
-            attends = attends and self._has_queries
-            self._programs[key] = Program(tuple(self), heads, num_chunks, attends, prefetch, split_own, self.gather)
+            groups, attends = self.groups_of(heads), attends and self._has_queries
+            steps = [(part, tuple(plan)) for part, plan in groups]
+            made = self._programs[key] = Program(steps, heads, num_chunks, attends, prefetch, split_own, self.gather)
+            if groups[0][1] is not self:
+                made.plans = tuple(plan for _, plan in groups)
         return self._programs[key]
+
+    def groups_of(self, heads: Heads) -> list[tuple[Heads, AttentionPlan]]:
+        """``heads`` in groups with one mask each, and the plan of each group."""
+        return [(heads, self)]
 
     @cached_property
     def checksum(self) -> int:
@@ -379,6 +386,54 @@ class AttentionPlan:
         self.__dict__.update(state, _token=object())
 
 
+class PlanByHeads(AttentionPlan):
+    """The plans of ``Mask.by_heads``: the steps of a group of heads follow the steps of the group before.
+
+    Attributes:
+        plans: the plan of each group.
+        size: the query heads of a group.
+    """
+
+    def __init__(self, plans: Sequence[AttentionPlan], size: int) -> None:
+        one = plans[0]
+        self.tokens, self.rank, self.gather, self.per_host = one.tokens, one.rank, one.gather, one.per_host
+        self.plans, self.size, self.num_steps, self._programs = plans, size, one.num_steps, {}
+
+    def groups_of(self, heads: Heads) -> list[tuple[Heads, AttentionPlan]]:
+        found = [(part, self.plans[i]) for i, part in heads.groups(self.size)]
+        return found or [(heads, self.plans[0])]  # a tensor-parallel rank without heads
+
+    def __getitem__(self, index: int) -> Step:
+        group, step = divmod(index, self.num_steps)
+        return replace(self.plans[group][step], group=group)
+
+    def __len__(self) -> int:
+        return self.num_steps * len(self.plans)
+
+    def __str__(self) -> str:
+        return "\n".join(f"heads: group {i} of {len(self.plans)}, {plan}" for i, plan in enumerate(self.plans, 1))
+
+    @cached_property
+    def checksum(self) -> int:
+        return zlib.crc32(str([self.size, *(plan.checksum for plan in self.plans)]).encode())
+
+    @cached_property
+    def dense(self) -> bool:
+        return all(plan.dense for plan in self.plans)
+
+    def intervals(self, index: int, device: torch.device, positions: bool = False) -> tuple[KeyIntervals, ...]:
+        group, step = divmod(index, self.num_steps)
+        return self.plans[group].intervals(step, device, positions)
+
+    def between(
+        self, query_rank: int, key_rank: int, device: torch.device, positions: bool = False
+    ) -> tuple[KeyIntervals, ...]:
+        raise ValueError(
+            f"mask: by_heads has {len(self.plans)} groups of heads, and this algorithm attends with one plan for all "
+            "heads; let it attend with the heads and the plan of each of plan.groups_of(heads)"
+        )
+
+
 def _hop(receives: list[Transfer], sends: list[Transfer], rounds: list[list[int]]) -> Hop:
     receives, sends = ([t for t in transfers if t.owner_rows.count] for transfers in (receives, sends))
     return Hop(tuple(receives), tuple(sends), rounds) if receives or sends else NO_HOP
@@ -405,6 +460,7 @@ def attention_plan(
     rank: int,
     gather: bool = False,
     per_host: int | None = None,
+    heads: int = 0,
 ) -> AttentionPlan:
     """The plan of one ring rank. It is cached in ``mask.plans``.
 
@@ -414,11 +470,16 @@ def attention_plan(
         rank: this rank in the ring.
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
+        heads: the query heads of the model, which ``Mask.by_heads`` divides into groups.
     """
-    key: Hashable = tokens, rank, gather, per_host or tokens.ring
+    groups, arguments = mask.head_groups, (tokens, rank, gather, per_host or tokens.ring)
+    key: Hashable = (*arguments, heads) if groups else arguments
     plan: AttentionPlan | None = mask.plans.get(key)
     if plan is None:
-        plan = _plans.get((mask, key), lambda: AttentionPlan(mask, tokens, rank, gather, per_host))
+        if groups:
+            plan = PlanByHeads([attention_plan(x, *arguments) for x in groups], heads // len(groups))
+        else:
+            plan = _plans.get((mask, key), lambda: AttentionPlan(mask, *arguments))
         while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length
             mask.plans.pop(next(iter(mask.plans)), None)
         mask.plans[key] = plan
@@ -440,5 +501,6 @@ def plan_ahead(
         seq_len=tokens.seq_len if seq_len is None else seq_len,
         layout=tokens.layout if layout is None else layout,
     )
-    attention_plan(mask, tokens, rank, gather, per_host).prepare()
+    for group in mask.head_groups or (mask,):
+        attention_plan(group, tokens, rank, gather, per_host).prepare()
     return mask

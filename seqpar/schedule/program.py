@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from ..placement.heads import Heads, kv_index
 from .rows import GatheredRows, RowSpans, ShardRows
@@ -115,6 +115,7 @@ class Step:
         chunks: the chunks of heads that the step covers.
         attends: whether a kernel runs: some query sees a key.
         is_last: whether no later step attends with these heads, so that the result is final.
+        group: which of the program's plans the step is of.
         posts: the messages that are posted before the kernel of this step, in order: the level, and the number of the
             step in the program that they belong to.
         new_dq, new_dkv: whether backward writes the gradients of these heads, where it otherwise adds to them.
@@ -131,6 +132,7 @@ class Step:
     chunks: range = range(1)
     attends: bool = False
     is_last: bool = False
+    group: int = 0
     posts: tuple[Post, ...] = ()
     new_dq: bool = False
     new_dkv: bool = False
@@ -149,10 +151,11 @@ class Step:
 class Program:
     """What one rank does in attention with some heads: the steps of its plan, for one chunk of heads after another.
 
-    While one chunk is computed, the next chunk is received.
+    While one chunk is computed, the next chunk is received. Groups of heads with masks of their own have plans of their
+    own, whose steps follow one another.
 
     Args:
-        plan: the steps of the plan, each for all heads.
+        groups: for each group of the heads, the steps of its plan, each for all heads of the group.
         heads: the heads of q, k and v.
         num_chunks: into how many chunks of heads the messages are divided, if the heads can be divided equally.
         attends: whether this rank has queries. One without queries still sends and receives.
@@ -160,11 +163,16 @@ class Program:
         split_own: whether backward computes the second half of the rank's own keys last, while the gradients of the
             last step are returned. In vain where nothing is sent.
         gather: whether the plan is an all-gather.
+
+    Attributes:
+        plans: the plans of the groups; none if all heads have one plan.
     """
+
+    plans: tuple[Any, ...] = ()
 
     def __init__(
         self,
-        plan: Sequence[Step],
+        groups: Sequence[tuple[Heads, Sequence[Step]]],
         heads: Heads,
         num_chunks: int,
         attends: bool,
@@ -172,41 +180,52 @@ class Program:
         split_own: bool,
         gather: bool,
     ) -> None:
-        self.heads = heads
-        self.kv_index = kv_index(heads)
-        self.chunks = heads.chunks(num_chunks) if len(plan) > 1 else (heads,)
-        self._split_own = split_own and self.kv_index is None and not all(step.intra_host.is_local for step in plan)
+        self.heads, self._split_own = heads, split_own
+        self.chunks: tuple[Heads, ...] = ()
+        self._groups: list[tuple[Heads, slice]] = []  # with their steps
         attends = attends and bool(heads.queries)
-        last = max((i for i, step in enumerate(plan) if attends and step.keys is not None), default=0)
-        all_chunks, one_chunk = range(len(self.chunks)), [range(i, i + 1) for i in range(len(self.chunks))]
-        order = [(all_chunks, plan[0]), *((chunk, step) for chunk in one_chunk for step in plan[1:])]
-        indices = {chunk: self._of_tensors(heads) for chunk, heads in zip(one_chunk, self.chunks, strict=True)}
-        indices[all_chunks] = None, None
-        self.steps = tuple(
-            replace(
-                step,
-                q_heads=indices[chunks][0],
-                kv_heads=indices[chunks][1],
-                chunks=chunks,
-                attends=attends and step.keys is not None,
-                is_last=step.index == last,
-                posts=tuple(posts),
-                new_dkv=bool(step.intra_host.receives),
-            )
-            for (chunks, step), posts in zip(order, _posts([step for _, step in order], prefetch, gather), strict=True)
-        )
+        steps: list[Step] = []
+        for group, (part, plan) in enumerate(groups):
+            chunks = part.chunks(-(-num_chunks // len(groups))) if len(plan) > 1 else (part,)
+            numbers = range(len(self.chunks), len(self.chunks) + len(chunks))
+            order = [(part, numbers, plan[0])]
+            for chunk, number in zip(chunks, numbers, strict=True):
+                order += [(chunk, range(number, number + 1), step) for step in plan[1:]]
+            last = max((i for i, step in enumerate(plan) if attends and step.keys is not None), default=0)
+            self._groups.append((part, slice(len(steps), len(steps) + len(order))))
+            self.chunks += chunks
+            for of_step, numbers, step in order:
+                q_heads, kv_heads = self._of_tensors(of_step)
+                steps.append(
+                    replace(
+                        step,
+                        q_heads=q_heads,
+                        kv_heads=kv_heads,
+                        chunks=numbers,
+                        attends=attends and step.keys is not None,
+                        is_last=step.index == last,
+                        group=group,
+                        new_dkv=bool(step.intra_host.receives),
+                    )
+                )
+        posts = _posts(steps, prefetch, gather)
+        self.steps = tuple(replace(step, posts=tuple(x)) for step, x in zip(steps, posts, strict=True))
 
     @cached_property
     def backward_steps(self) -> tuple[Step, ...]:
-        """The steps of backward. Where messages are sent, the second half of the heads of step 0 comes last."""
-        local, remote = self.steps[0], self.steps[1:]
-        first, *second = self.heads.split_in_two() if self._split_own else (self.heads,)
-        shared_kv = any(set(half.kv) & set(first.kv) for half in second)
-        q_heads, kv_heads = self._of_tensors(first)
-        steps = [replace(local, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=not shared_kv), *remote]
-        for half in second:
-            q_heads, kv_heads = self._of_tensors(half)
-            steps.append(replace(local, q_heads=q_heads, kv_heads=kv_heads, posts=()))
+        """The steps of backward. Where messages are sent, the second half of a group's step 0 comes last."""
+        steps: list[Step] = []
+        for heads, at in self._groups:
+            local, *remote = self.steps[at]
+            splits = self._split_own and kv_index(heads) is None and not all(x.intra_host.is_local for x in remote)
+            first, *second = heads.split_in_two() if splits else (heads,)
+            shared_kv = any(set(half.kv) & set(first.kv) for half in second)
+            q_heads, kv_heads = self._of_tensors(first)
+            new_dkv = not shared_kv
+            steps += [replace(local, q_heads=q_heads, kv_heads=kv_heads, new_dq=True, new_dkv=new_dkv), *remote]
+            for half in second:
+                q_heads, kv_heads = self._of_tensors(half)
+                steps.append(replace(local, q_heads=q_heads, kv_heads=kv_heads, posts=()))
         return tuple(steps)
 
     def _of_tensors(self, heads: Heads) -> tuple[range | None, range | None]:
@@ -231,6 +250,8 @@ def _posts(steps: Sequence[Step], prefetch: int, gather: bool) -> list[list[Post
         posts[0].append(inter_host.popleft())
     at = 0
     for i in range(1, len(steps)):
+        if not steps[i].index:  # the own keys of another group of heads
+            continue
         earliest = 0 if not steps[i].starts_inter_host else 1 if gather else i
         at = max(at, i - prefetch, earliest)
         if steps[i].starts_inter_host and inter_host:

@@ -49,10 +49,11 @@ def report(
     pairs, rows = [0.0] * ranks, [0.0] * ranks
     for each, layers in ({mask: 1} if isinstance(mask, Mask) else mask).items():
         each.check_length(seq_len)
-        by_rank = pairs_of_ranks(each, seq_len, shards)
+        groups = each.head_groups or (each,)
+        by_rank = [x / len(groups) for x in pairs_of_ranks(each, seq_len, shards)]  # the mean over groups of heads
         for ring_rank in range(tokens.ring):
             first = ring_rank * ulysses
-            received = AttentionPlan(each, tokens, ring_rank).rows_received
+            received = sum(AttentionPlan(x, tokens, ring_rank).rows_received for x in groups) / len(groups)
             for rank in range(first, first + ulysses):
                 pairs[rank] += layers * sum(by_rank[first : first + ulysses]) / ulysses
                 rows[rank] += layers * received / ulysses

@@ -36,7 +36,7 @@ class AttentionSpec(Opaque):
         softcap, dropout_p, deterministic, backend, return_lse: see ``seqpar.attention``.
         tensor_parallel: whether q, k and v hold all tokens of the tensor-parallel ranks, and some heads of the model.
         first_head: the index in the model of the first query head.
-        q_per_kv: query heads that read one KV head; None: heads of q divided by heads of k.
+        all_heads: query heads and KV heads of the model; None: of q and k.
         alibi_slopes: the slopes of all query heads of a model; None if the call has its own, or none.
         layer_mask: causality, window and chunk that a layer adds to the mask (see ``mask.layer_mask``).
         draws_seed: whether each rank has drawn a dropout seed of its own. All ranks then use rank 0's seed.
@@ -54,7 +54,7 @@ class AttentionSpec(Opaque):
     return_lse: bool = False
     tensor_parallel: bool = False
     first_head: int = 0
-    q_per_kv: int | None = None
+    all_heads: tuple[int, int] | None = None
     alibi_slopes: tuple[float, ...] | None = None
     layer_mask: LayerMask | None = None
     draws_seed: bool = False
@@ -62,9 +62,12 @@ class AttentionSpec(Opaque):
 
     def heads(self, q_shape: Sequence[int], k_shape: Sequence[int]) -> Heads:
         """The heads of tensors ``[b, s, h, d]`` and ``[b, s, n, d]``."""
-        heads = int(q_shape[2])
-        per_kv = heads // int(k_shape[2]) if self.q_per_kv is None else self.q_per_kv
-        return Heads(range(self.first_head, self.first_head + heads), per_kv)
+        heads, kv_heads = self.model_heads(q_shape, k_shape)
+        return Heads(range(self.first_head, self.first_head + int(q_shape[2])), heads // kv_heads)
+
+    def model_heads(self, q_shape: Sequence[int], k_shape: Sequence[int]) -> tuple[int, int]:
+        """The query heads and KV heads of the model, for tensors of these shapes."""
+        return self.all_heads or (int(q_shape[2]), int(k_shape[2]))
 
     def slopes(self, heads: Heads, device: torch.device) -> Tensor | None:
         """The slopes of ``heads``, float32 ``[h]``; None if there are none."""

@@ -70,6 +70,11 @@ def attend(
                 f"q: {q.shape[2]} heads of head_dim {q.shape[3]}, but a group of heads has {heads} of {head_dim}; the "
                 "layer must take the number of heads from the size of its projections, or leave head_groups out"
             )
+        if mask.head_groups:
+            raise ValueError(
+                f"mask: {mask!r:.60} has a mask for each of {len(mask.head_groups)} groups of heads, but the layer "
+                "attends with some of its heads at a time; leave head_groups out"
+            )
         calls.append(None)
     if spec.strategy == "auto":
         spec = named(spec, mask, q.shape[2], k.shape[2], sharding)

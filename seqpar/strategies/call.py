@@ -139,7 +139,7 @@ class AttentionCall:
             latent = None if latent is None else latent.of(at)
         expansion: Expansion | None = latent
         if latent is None and index is not None:
-            expansion = RepeatedHeads.of(index, q.device)
+            expansion = RepeatedHeads(index, q.device)
         v_head_dim = v.shape[3] if latent is None else latent.v_head_dim
         return Kernel(choice, score, q, k, v_head_dim, expansion, lse_gradient=lse_gradient, errors=self.errors)
 
@@ -207,7 +207,7 @@ class Run:
         shares_memory = plan.num_steps > 1 and links.share_memory
         self.kv_ready, self.plan, self.heads, self.is_part = call.kv_ready, plan, heads, is_part
         self.program = call.program(heads, k, v, attends=q.numel() > 0, shares_memory=shares_memory)
-        self.steps = self.program.steps  # of forward, own keys first
+        self.steps, self.plans = self.program.steps, self.program.plans or (plan,)  # of forward, own keys first
         # Ranks that share memory read one another's messages in place. An all-gather would copy them.
         collective = plan.num_steps > 1 and plan.dense and not shares_memory
         self.transport: Transport = (Collectives if collective else PeerToPeer)(plan, links)
@@ -231,23 +231,27 @@ class Run:
         carries = carries or [None] * len(self.program.chunks)
         if step.attends:
             carry = carries[step.chunks.start]
-            seen = partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
+            seen = partial(self.plans[step.group].intervals, step.index, q.device, self.kernel.needs_positions)
             carry = self.kernel.forward(q, k, v, seen, carry, step.is_last, step.q_heads)
         elif step.is_last:  # no query sees any key
-            carry = self.kernel.finish(self.kernel.empty(q), q.dtype)
+            carry = self.kernel.finish(self.kernel.empty(take_heads(q, step.q_heads)), q.dtype, step.q_heads)
         else:
             return carries
         if len(step.chunks) == 1 or step.is_last:
-            carries[step.chunks.start : step.chunks.stop] = [carry]
+            carries[step.chunks.start] = carry
             return carries
-        at = (chunk.q_range(within=self.heads) for chunk in self.program.chunks)
-        return [(take_heads(carry[0], x).contiguous(), carry[1][:, x.start : x.stop].contiguous()) for x in at]
+        first = step.q_heads.start if step.q_heads else 0
+        for i in step.chunks:
+            x = self.program.chunks[i].q_range(within=self.heads)
+            at = slice(x.start - first, x.stop - first)
+            carries[i] = carry[0][:, :, at].contiguous(), carry[1][:, at].contiguous()
+        return carries
 
     def finish(self, carries: Carries | None) -> Carry:
         """``out [b, q, h, e]`` in q's dtype and ``lse [b, h, q]`` of all heads."""
-        if carries is not None and len(carries) == 1 and carries[0] is not None:
-            return carries[0]
         results = [carry for carry in carries or () if carry is not None]
+        if len(results) == 1:
+            return results[0]
         return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 1)
 
     def new_gradients(self, q: Tensor, k: Tensor, v: Tensor) -> list[Any]:
@@ -274,7 +278,7 @@ class Run:
         dq = take_heads(grads[0], step.q_heads)
         of_step = Grads(dq, dk, dv, step.new_dq, step.new_dkv, final=dq is None and not self.is_part)
         if step.attends:
-            seen = partial(self.plan.intervals, step.index, q.device, self.kernel.needs_positions)
+            seen = partial(self.plans[step.group].intervals, step.index, q.device, self.kernel.needs_positions)
             self.kernel.backward(q, k, v, output, seen, of_step, step.q_heads)
         else:
             of_step.make(q, k, v)

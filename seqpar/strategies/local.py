@@ -90,19 +90,20 @@ class Kernel:
             ``out [b, q, h, e]`` and ``lse [b, h, q]``, both float32 (float64 for float64). After the last keys ``out``
             is final and has q's dtype.
         """
-        score = self._score
+        score, backend = self._score, self._backend
         if at is not None:
             q, score = take_heads(q, at), score.heads(at.start, at.stop)
         if not self._errors:
             try:
                 if parts := seen():
-                    if isinstance(backend := self._backend, ExpandedKV):
+                    if isinstance(backend, ExpandedKV):
+                        backend = backend if at is None else backend.of(at)
                         return backend.forward(q, k, v, parts, score, carry, last)
                     for intervals in parts[:-1]:
                         carry = backend.forward(q, k, v, intervals, score, carry, False)
                     return backend.forward(q, k, v, parts[-1], score, carry, last)
                 carry = carry or self.empty(q)
-                return self.finish(carry, q.dtype) if last else carry
+                return finish(carry, score, q.dtype) if last else carry
             except Exception as error:
                 self._errors.append(error)
         out = q.new_full((*q.shape[:3], self.v_head_dim), torch.nan, dtype=q.dtype if last else accumulator(q.dtype))
@@ -112,9 +113,9 @@ class Kernel:
         """The carry of no keys."""
         return empty_carry(q, self.v_head_dim)
 
-    def finish(self, carry: Carry, dtype: torch.dtype) -> Carry:
-        """The final result from a carry, as ``forward`` returns it after the last keys."""
-        return finish(carry, self._score, dtype)
+    def finish(self, carry: Carry, dtype: torch.dtype, at: range | None = None) -> Carry:
+        """The final result from a carry of the heads ``at``, as ``forward`` returns it after the last keys."""
+        return finish(carry, self._score if at is None else self._score.heads(at.start, at.stop), dtype)
 
     def output_grad(self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> OutputGrad:
         """The output and its gradient, with what ``backward`` needs of them."""
@@ -138,7 +139,7 @@ class Kernel:
             output: of all heads.
             grads: of the heads ``at``; dk and dv for the tensors that were sent.
         """
-        score = self._score
+        score, backend = self._score, self._backend
         if at is not None:
             dout, out, lse, delta = output
             lse, delta = lse[:, at.start : at.stop], None if delta is None else delta[:, at.start : at.stop]
@@ -149,7 +150,8 @@ class Kernel:
                 if not (parts := seen()):
                     grads.make(q, k, v)
                     grads.zero_new_()
-                elif isinstance(backend := self._backend, ExpandedKV):
+                elif isinstance(backend, ExpandedKV):
+                    backend = backend if at is None else backend.of(at)
                     backend.backward(q, k, v, output, parts, score, grads)
                 else:
                     grads.final = grads.final and len(parts) == 1

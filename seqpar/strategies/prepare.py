@@ -89,6 +89,7 @@ def prepared(
                 f"k and v: {k.shape[1]} and {v.shape[1]} tokens; expected all {tokens.seq_len} of the sequence"
             )
         check_rows(mask, "q", q)
+        mask.check_heads(*spec.model_heads(q.shape, k.shape))
         mask.check_length(tokens.seq_len)
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
@@ -147,7 +148,8 @@ def call_of(
         dropout_p=spec.dropout_p,
         head_offset=heads.queries.start,
     )
-    return AttentionCall(placement, attention_plan(mask, *placement.plan_arguments), spec, heads, score)
+    plan = attention_plan(mask, *placement.plan_arguments, spec.model_heads(q_shape, k_shape)[0])
+    return AttentionCall(placement, plan, spec, heads, score)
 
 
 def new_call(

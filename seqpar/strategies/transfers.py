@@ -47,6 +47,7 @@ class Transfers:
         self._intra_host: deque[Callable[[], KV]] = deque()
         self._inter_host: deque[Callable[[], Any]] = deque()
         self._host_kv: Any = None  # what the last inter-host hop has brought
+        self._counted: set[tuple[int, int]] = set()  # the steps, apart from their chunks of heads
 
     def __enter__(self) -> Transfers:
         return self
@@ -83,7 +84,8 @@ class Transfers:
             return
         if step.starts_inter_host:
             self._host_kv = self._inter_host.popleft()()
-        if open_traces and chunk == 0 and step.intra_host.receives:
+        if open_traces and step.intra_host.receives and (step.group, step.index) not in self._counted:
+            self._counted.add((step.group, step.index))
             count_step()
         self._intra_host.append(self._transport.send_intra_host(step, local, self._host_kv))
 

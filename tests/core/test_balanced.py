@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 from unittest import mock
 
@@ -42,7 +42,8 @@ def documents(seed: int, seq_len: int) -> list[int]:
 def shares(mask: Mask, seq_len: int, ranks: int, layout: Layout) -> tuple[Tensor, Tensor]:
     """The tokens and the visible pairs of each rank over their mean, counted token by token."""
     seen = torch.zeros(seq_len, dtype=torch.float64)  # of each query
-    for ends in mask.interval_sets(torch.arange(seq_len)):
+    sets = (x.interval_sets(torch.arange(seq_len)) for x in mask.head_groups or (mask,))
+    for ends in chain.from_iterable(sets):
         lo, hi = (x.clamp(max=seq_len) for x in ends)
         seen += (hi - lo).reshape(-1, seq_len).sum(0)
     ranges = [shard_ranges(seq_len, ranks, rank, layout) for rank in range(ranks)]
@@ -97,6 +98,11 @@ def test_numbers_of_layers_count() -> None:
     full, window = Mask.causal(), Mask.sliding_window(4095)
     assert balanced_layout({full: 100, window: 1}, 32768, 8) == "zigzag"
     assert isinstance(balanced_layout({full: 1, window: 100}, 32768, 8), Assigned)
+    alike, half = Mask.by_heads([full, full]), Mask.by_heads([full, window])
+    assert balanced_layout({alike: 100, window: 1}, 32768, 8) == "zigzag"
+    by_layer = Sharding.balanced({full: 1, window: 1}, 32768, ranks=8, rank=0)
+    rows = [by_layer.report(x).splitlines()[1:-1] for x in ({half: 2}, {full: 1, window: 1})]
+    assert [x.split()[2:] for x in rows[0]] == [x.split()[2:] for x in rows[1]]
 
 
 MASKS = {
@@ -112,6 +118,7 @@ MASKS = {
     "tree": Mask.tree([-1, 0, 0, 2, 2, 0, -1], [3000, 4000, 500, 700, 1184, 5000, 2000]),
     "block diffusion": Mask.block_diffusion(8192, 96),
     "union": Mask.sliding_window(700) | Mask.global_tokens(300),
+    "by heads": Mask.by_heads([Mask.causal(), Mask.documents([0, 3000, 3500, 9000, 16384])]),
 }
 
 

@@ -381,7 +381,7 @@ KEPT: dict[str, str] = {
     "kernels.library": "_capability",
     "layers.gradients": "_sums",
     "layers.rotary": "_tables",
-    "masks.mask": "Mask Mask Mask.checksum Mask.batch",
+    "masks.mask": "Mask Mask Mask.checksum Mask.head_groups Mask.batch",
     "masks.runs": "Runs.rows Runs.starts",
     "memory.layers": "_modes",
     "memory.offload": "Kept._device Kept._host _copy_stream",
@@ -414,7 +414,8 @@ KEPT: dict[str, str] = {
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
         "AttentionPlan._programs AttentionPlan.checksum AttentionPlan.longest AttentionPlan.dense "
-        "AttentionPlan.intervals AttentionPlan._global_intervals AttentionPlan._exact AttentionPlan._has_queries _plans"
+        "AttentionPlan.intervals AttentionPlan._global_intervals AttentionPlan._exact AttentionPlan._has_queries "
+        "PlanByHeads.checksum PlanByHeads.dense _plans"
     ),
     "schedule.program": "ByPeer.rows Hop.received Hop.sent Program.backward_steps",
     "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
@@ -428,7 +429,7 @@ KEPT: dict[str, str] = {
     "strategies.call": "AttentionCall",
     "sharding.arguments": "_of_one_rank",
     "kernels.base": "Score.needs_positions",
-    "kernels.expansion": "RepeatedHeads.of",
+    "kernels.expansion": "RepeatedHeads.__init__",
     "strategies.eager_operators": "_graphs",
     "strategies.head_exchange": (
         "HeadChunk.heads HeadChunk.query_slices HeadChunk.kv_slices HeadExchange.rank HeadExchange.lengths "

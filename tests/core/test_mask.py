@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar import Mask
+from seqpar.masks.mask import mask_of_rows
 from seqpar.masks.rules import Rule
 from seqpar.masks.runs import EVERYTHING, Runs
 
 from ..generators import rules_and_length
-from ..problems import BATCH_RULES, RULES
+from ..problems import BATCH_RULES, HEAD_RULES, RULES
 from ..reference import Rule as Defined
 from ..reference import Rules, combined_mask, rules_id, visible_pairs
 
@@ -89,14 +90,14 @@ def test_and_shows_what_both_show_and_or_what_one_shows(one: tuple[Rules, int], 
     assert torch.equal(*torch.broadcast_tensors((a & b).dense(seq_len), a.dense(seq_len) & b.dense(seq_len)))
 
 
-@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=rules_id)
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES, *HEAD_RULES], ids=rules_id)
 def test_masks_are_values(drawn: Rules) -> None:
     mask, again = combined_mask(drawn), combined_mask(drawn)
     assert mask == again
     assert hash(mask) == hash(again)
     assert pickle.loads(pickle.dumps(mask)) == mask
     assert hash(pickle.loads(pickle.dumps(mask))) == hash(mask)
-    others = [combined_mask(other) for other in (*RULES, *BATCH_RULES) if other != drawn]
+    others = [combined_mask(other) for other in (*RULES, *BATCH_RULES, *HEAD_RULES) if other != drawn]
     assert mask not in others
 
 
@@ -159,7 +160,7 @@ def test_repr_is_the_code(code: str) -> None:
     assert repr(eval(code)) == code
 
 
-@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=rules_id)
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES, *HEAD_RULES], ids=rules_id)
 def test_repr_makes_the_mask(drawn: Rules) -> None:
     mask = combined_mask(drawn)
     assert eval(repr(mask)) == mask and "\n" not in repr(mask)
@@ -395,5 +396,71 @@ def test_padding_without_an_end() -> None:
     ],
 )
 def test_bad_arguments(make: Callable[[], Mask], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def pair(**changes: Any) -> Mask:
+    """A mask for each of two groups of heads."""
+    return Mask.by_heads([changes.get("first", Mask.causal()), changes.get("second", Mask.sliding_window(2, 2))])
+
+
+@given(rules_and_length(), rules_and_length())
+def test_each_group_of_heads_sees_its_mask(one: tuple[Rules, int], other: tuple[Rules, int]) -> None:
+    """Alone and under a mask for all heads; ``dense`` has the groups side by side."""
+    seq_len, a, b = min(one[1], other[1]), combined_mask(one[0]), combined_mask(other[0])
+    if a.batch > 1 and b.batch > 1 and a.batch != b.batch:
+        with pytest.raises(ValueError, match=f"{a.batch} and {b.batch} batch rows"):
+            pair(first=a, second=b)
+        return
+    mask = pair(first=a, second=b)
+    assert mask.head_groups == (a, b) and (mask & mask) == mask and mask.batch == max(a.batch, b.batch)
+    narrow = Mask.sliding_window(3, 1)
+    for of_groups, expected in ((mask, (a, b)), (narrow & mask, (narrow & a, narrow & b))):
+        dense = of_groups.dense(seq_len)
+        assert dense.shape == (mask.batch, 2, seq_len, seq_len)
+        for seen, group in zip(dense.unbind(1), expected, strict=True):
+            assert torch.equal(seen, as_rows(group.dense(seq_len)).expand_as(seen))
+    if mask.batch > 1:
+        assert torch.equal(mask_of_rows(mask, [1]).dense(seq_len), mask.dense(seq_len)[1:2])
+
+
+def test_a_mask_by_heads_is_a_value() -> None:
+    mask = pair()
+    assert mask.is_local is False and pair(first=Mask.chunked(4)).is_local and mask.has_window
+    assert Mask.by_heads([Mask.causal()]) == Mask.causal() and not Mask.causal().head_groups
+    assert Mask.by_heads([Mask.full(), Mask.full()]).dense(3).all()
+    assert str(mask).splitlines() == [
+        "Mask.by_heads([Mask.causal(), Mask.sliding_window(2, 2)])",
+        "queries down, keys across",
+        "heads: group 1 of 2",
+        *str(Mask.causal()).splitlines()[2:],
+        "heads: group 2 of 2",
+        *str(Mask.sliding_window(2, 2)).splitlines()[2:],
+    ]
+    planner = seqpar.mask_planner(seqpar.Sharding(16, "zigzag"), "ring")
+    planned = pickle.loads(pickle.dumps(planner(mask)))
+    assert all(group.plans for group in planned.head_groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Mask.by_heads([]), ValueError, "give at least one mask"),
+        (lambda: Mask.by_heads(cast(Any, Mask.causal())), TypeError, "expected a list of masks"),
+        (lambda: Mask.by_heads(cast(Any, [Mask.causal(), "full"])), TypeError, "expected a list of masks"),
+        (lambda: Mask.by_heads([pair(), Mask.full()]), ValueError, "none that is by_heads itself"),
+        (lambda: pair(first=Mask.prefix_lm([1, 2]), second=Mask.prefix_lm([1, 2, 3])), ValueError, "2 and 3 batch row"),
+        (lambda: pair() | Mask.full(), ValueError, "by_heads cannot be a part of a union"),
+        (lambda: Mask.causal() | pair(), ValueError, "by_heads cannot be a part of a union"),
+        (lambda: pair() & Mask.by_heads([Mask.full()] * 3), ValueError, "masks of 2 and 3 groups of heads"),
+        (lambda: pair(first=Mask.documents([0, 3])).check_length(4), ValueError, "last boundary is 3"),
+        (lambda: pair().check_heads(5, 5), ValueError, "2 groups, but attention has 5 query heads and 5 KV heads"),
+        (lambda: pair().check_heads(6, 3), ValueError, "6 query heads and 3 KV heads"),
+        (lambda: pair().intervals(torch.arange(3)), ValueError, "a mask for each of 2 groups of heads, and this takes"),
+        (lambda: pair().starts, ValueError, "what depends on where a sequence starts"),
+    ],
+)
+def test_bad_masks_by_heads(make: Callable[[], Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()

@@ -25,11 +25,17 @@ MASKS = {
     "causal": Mask.causal(),
     "window": (Mask.sliding_window(6) | Mask.global_tokens(2)) & Mask.causal(),
     "padding": Mask.padding([0, 5]) & Mask.causal(),
+    "by heads": Mask.by_heads([Mask.causal(), Mask.sliding_window(4), Mask.padding([0, 5])]) & Mask.causal(),
 }
 SCORES = {"softmax_scale": 0.7, "alibi_slopes": [0.5, 0.02, 0.3, 0.0, 1.0, 0.1]}
 # seq_len of the prompt, (heads, KV heads), mask, arguments of the layer. With 5 heads over 4 tensor-parallel ranks the
 # KV heads are uneven.
-CASES = [(23, (6, 2), "window", SCORES), (3, (5, 5), "causal", {}), (22, (6, 3), "padding", {})]
+CASES = [
+    (23, (6, 2), "window", SCORES),
+    (3, (5, 5), "causal", {}),
+    (22, (6, 3), "padding", {}),
+    (19, (6, 3), "by heads", {}),
+]
 
 
 def made(heads: tuple[int, int], strategy: str = "local", **options: Any) -> Any:

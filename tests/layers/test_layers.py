@@ -105,6 +105,10 @@ CASES = {
     "dynamic": Case(rotary=True, rope=DYNAMIC),
     "dropout": Case({"dropout_p": 0.3, "num_kv_heads": 2}),
     "dropout, seq_len": Case({"dropout_p": 0.3}, seq_len_given=True),
+    "by heads": Case(
+        {"num_heads": 6, "num_kv_heads": 3, **CONSTANTS},
+        mask=Mask.by_heads([Mask.sliding_window(9), Mask.causal(), Mask.documents([0, 20, 37], causal=False)]),
+    ),
     "alibi": Case({"num_heads": 6, "num_kv_heads": 2, **CONSTANTS}, mask=Mask.sliding_window(20)),
     "short": Case({"qk_norm": True}, rotary=True, seq_len=5),
     "float32": Case({"num_kv_heads": 2, "sinks": True}, rotary=True, dtype=torch.float32),

@@ -91,6 +91,9 @@ def compare_with_local(case: Case, seq_len: int, **where: Any) -> None:
     parallel.load_state_dict(local.state_dict())
     x, dy = torch.randn(2, 2, seq_len, HIDDEN, dtype=torch.float64).unbind()  # [b, s, hidden]
     mask = MASK & Mask.documents([0, seq_len // 3, seq_len - 1], padding=True)
+    if case.overlap == "none" or case.alibi:  # a mask for each half of the heads, or for each KV head
+        groups = 2 if case.heads[1] % 2 == 0 else case.heads[1]
+        mask = Mask.by_heads([mask, *(mask & Mask.sliding_window(9 + 7 * i) for i in range(1, groups))])
     x.requires_grad_()
     y = local(x, mask=mask)
     y.backward(dy)

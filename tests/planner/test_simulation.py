@@ -103,6 +103,7 @@ MASKS = {
     "rows": Mask.documents([[0, 7, 61], [0, 30, 61]]),
     "tree": Mask.tree([-1, 0, 0, 2, 0], [20, 11, 3, 9, 18]),
     "union of rows": Mask.documents([[0, 7, 61], [0, 30, 61]]) | Mask.global_tokens(4),
+    "by heads": Mask.by_heads([Mask.documents([[0, 7, 61], [0, 30, 61]]), Mask.causal()]),
 }
 
 
@@ -179,6 +180,7 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
         "causal": Mask.causal(),
         "window": Mask.sliding_window(3 * world // 2),
         "documents": Mask.documents([0, world, world + 3, 5 * world // 2, tokens]),
+        "by heads": Mask.by_heads([Mask.full(), Mask.sliding_window(world)]),
         "balanced": Mask.documents([0, world, world + 3, 5 * world // 2, tokens]),
     }
     heads = world if strategy == "ulysses" else 8

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +22,7 @@ from seqpar.strategies.algorithms import ALGORITHMS
 from .. import strategy_cases
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks
-from ..reference import assert_close
+from ..reference import assert_close, groups_of
 from . import pass_q, test_caught_errors, test_latent_attention
 from .test_attention import Case, Results, attend_in_chunks, random_case, verify
 
@@ -46,7 +47,20 @@ def attend_with_queries_sent(group: ProcessGroup, case: Case) -> Results:
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_mask_layout_and_head_count(batch: Batch, world: int) -> None:
     cases = [random_case(seed, strategy="pass_q") for seed in range(world * CASES, (world + 1) * CASES)]
+    cases = [case for case in cases if groups_of(case.problem.rules) == 1]
     batch.check(world, attend_with_queries_sent, cases, verify)
+
+
+@on_ranks
+def attend_by_heads(group: ProcessGroup) -> None:
+    x, sharding = torch.randn(1, 4, 2, 8), seqpar.Sharding(4 * group.size(), "zigzag", group=group)
+    options: dict[str, Any] = {"sharding": sharding, "strategy": "pass_q"}
+    with registered(), pytest.raises(ValueError, match="by_heads has 2 groups of heads, and this algorithm"):
+        seqpar.attention(x, x, x, mask=seqpar.Mask.by_heads([seqpar.Mask.causal(), seqpar.Mask.full()]), **options)
+
+
+def test_an_algorithm_that_knows_no_groups_of_heads_refuses_them(pool: Pool) -> None:
+    pool.run(2, attend_by_heads)
 
 
 @on_ranks

@@ -30,8 +30,17 @@ from seqpar.strategies import call, head_exchange, transport
 from ..cases import Batch
 from ..hosts import hosts_of
 from ..pool import Pool, mesh_of, on_ranks
-from ..problems import BATCH_RULES, HEADS, RULES, Problem, present_backends, random_problem, solve
-from ..reference import Rule, Rules, assert_close, rank_positions, rows_of, rules_id
+from ..problems import (
+    BATCH_RULES,
+    HEAD_RULES,
+    RULES,
+    Problem,
+    heads_for,
+    present_backends,
+    random_problem,
+    solve,
+)
+from ..reference import Rule, Rules, assert_close, groups_of, rank_positions, rows_of, rules_id
 from ..strategy_cases import DISTINCT, LAYOUTS, STRATEGIES, WORLDS, layout_of
 
 IN_SHARED_MEMORY = 3  # on 3 ranks the messages go through shared memory
@@ -212,14 +221,15 @@ def test_local(batch: Batch) -> None:
 
 @pytest.mark.parametrize(
     ("rules", "v_head_dim"),
-    [*zip([*RULES, *BATCH_RULES], cycle((None, 8, None, 24)), strict=False)],
+    [*zip([*RULES, *BATCH_RULES, *HEAD_RULES], cycle((None, 8, None, 24)), strict=False)],
     ids=lambda x: rules_id(x) if isinstance(x, tuple) else f"v{x}",
 )
 @pytest.mark.parametrize("backend", [name for name in present_backends() if name != "reference"])  # which has no tiles
 def test_backends_on_long_sequences(rules: Rules, v_head_dim: int | None, backend: str) -> None:
     """Long enough for full, causal and masked tiles in one call."""
     longer = tuple(times(rule, 11) for rule in rules)
-    problem = Problem(602, rows_of(rules), 2, 1, head_dim=16, v_head_dim=v_head_dim, rules=longer)
+    heads = (2, 1) if groups_of(rules) == 1 else heads_for(rules, 1)
+    problem = Problem(602, rows_of(rules), *heads, head_dim=16, v_head_dim=v_head_dim, rules=longer)
     verify_local(Case(problem, "local", backend=backend))
 
 
@@ -254,10 +264,10 @@ def test_masks_and_heads(batch: Batch, strategy: str, world: int) -> None:
     On 4 ranks a strategy has every other mask, and a hybrid every mask.
     """
     s = [*STRATEGIES].index(strategy)
-    masks = RULES if world < 4 or strategy == "hybrid" else RULES[s % 2 :: 2]
+    masks = (*RULES, *HEAD_RULES) if world < 4 or strategy == "hybrid" else (*RULES, *HEAD_RULES)[s % 2 :: 2]
     cases = []
     for index, (rules, layout) in enumerate(in_layouts(masks, strategy, world)):
-        heads, kv_heads = HEADS[(index + 2 * s + world) % len(HEADS)]
+        heads, kv_heads = heads_for(rules, index + 2 * s + world)
         v_head_dim = V_HEAD_DIMS[(index + s // 2 + world) % len(V_HEAD_DIMS)]
         seq_len = (53, 48)[(index // 4 + s) % 2]
         problem = Problem(seq_len, rows_of(rules), heads, kv_heads, v_head_dim=v_head_dim, rules=rules)
@@ -374,13 +384,13 @@ def test_several_hosts(batch: Batch, strategy: str, world: int, per_host: int) -
     strategies share the masks among them."""
     cases = [
         Case(
-            Problem(53, rows_of(rules), heads=6, kv_heads=3, v_head_dim=v_head_dim, rules=rules),
+            Problem(53, rows_of(rules), *heads_for(rules, 3), v_head_dim=v_head_dim, rules=rules),
             strategy,
             layout,
             per_host=per_host,
         )
         for (rules, layout), v_head_dim in zip(
-            in_layouts(RULES[[*STRATEGIES].index(strategy) % 4 :: world], strategy, world),
+            in_layouts((*RULES, *HEAD_RULES)[[*STRATEGIES].index(strategy) % 4 :: world], strategy, world),
             cycle(V_HEAD_DIMS),
             strict=False,
         )

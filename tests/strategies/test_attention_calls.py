@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 import seqpar
@@ -129,6 +130,99 @@ def test_gradients_of_several_intervals_are_rounded_once() -> None:
             seen.clear()
             attention(q, q, q, strategy="local", mask=mask, backend="cpu").sum().backward()
             assert [(bool(a), bool(b), c) for a, b, c in seen] == flags
+
+
+def shifted_blocks(q: Tensor, k: Tensor, v: Tensor, size: int) -> Tensor:
+    """LongLoRA's attention by its definition, one query at a time: ``[b, s, h, d]``, with as many KV heads.
+
+    The second half of the heads has blocks that begin half a block later.
+    """
+    out = torch.zeros_like(q)
+    for head, i in product(range(q.shape[2]), range(q.shape[1])):
+        shift = 0 if head < q.shape[2] // 2 else size - size // 2
+        first = max(0, (i + shift) // size * size - shift)
+        keys = slice(first, i + 1)
+        weights = torch.einsum("bd,bjd->bj", q[:, i, head], k[:, keys, head]) / q.shape[3] ** 0.5
+        out[:, i, head] = torch.einsum("bj,bjd->bd", weights.softmax(-1), v[:, keys, head])
+    return out
+
+
+@on_ranks
+def attend_with_shifted_blocks(group: ProcessGroup, strategy: str, layout: str, seed: int) -> tuple[Tensor, ...]:
+    n = 8
+    mask = Mask.by_heads([Mask.chunked(n), Mask.chunked(n, starts=[n // 2])])
+    generator = torch.Generator().manual_seed(seed)
+    sharding = seqpar.Sharding(45, layout, group=group)
+    shards = (sharding.shard(torch.randn(1, 45, 4, 8, generator=generator, dtype=torch.float64)) for _ in range(4))
+    q, k, v, dout = (x.requires_grad_() for x in shards)
+    out = attention(q, k, v, mask=mask, sharding=sharding, **STRATEGIES[strategy])
+    gradients = torch.autograd.grad(out, (q, k, v), dout.detach())
+    return tuple(sharding.unshard(x.detach()) for x in (out, *gradients))
+
+
+@pytest.mark.parametrize(("strategy", "layout"), [("ring", "contiguous"), ("ulysses", "striped")])
+def test_shifted_sparse_attention(pool: Pool, strategy: str, layout: str) -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, dout = (torch.randn(1, 45, 4, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = shifted_blocks(q, k, v, 8)
+    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    for found in pool.run(4, attend_with_shifted_blocks, strategy, layout, seed):
+        assert_close(found, expected)
+
+
+@on_ranks
+def refuse_groups_of_heads(group: ProcessGroup) -> int:
+    """Every call that cannot have a mask for each group of heads raises an error; returns the bytes that were sent."""
+    sharding = seqpar.Sharding(12, "zigzag", group=group)
+    mask = Mask.by_heads([Mask.causal(), Mask.sliding_window(3)])
+
+    def heads(q_heads: int, kv_heads: int, dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (sharding.shard(torch.randn(1, 12, n, dim)) for n in (q_heads, kv_heads, kv_heads))
+        return q.requires_grad_(), k, v
+
+    def layer(strategy: str, **sizes: int) -> Any:
+        return seqpar.ParallelAttention(strategy, 24, **sizes, head_dim=8, group=group)
+
+    latents = sharding.shard(torch.randn(1, 12, 1, 6)), sharding.shard(torch.randn(1, 12, 1, 2))
+    x, (q, k, v) = sharding.shard(torch.randn(1, 12, 24)), heads(4, 4)
+    grouped = nn.ModuleDict({"self_attn": layer("ring", num_heads=4, num_kv_heads=4)})
+    seqpar.Memory(head_groups=2).apply(nn.ModuleDict({"layers": nn.ModuleList([grouped])}))
+    rows = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    attend_here = {"mask": mask, "sharding": sharding}
+    refused: dict[str, tuple[Any, str]] = {}
+    for name, options in STRATEGIES.items():
+        refused[f"heads {name}"] = lambda o=options: attention(*heads(5, 5), **attend_here, **o), "5 query heads"
+        refused[f"KV {name}"] = lambda o=options: attention(*heads(6, 3), **attend_here, **o), "3 KV heads"
+    where = {"group": group, "layout": "zigzag"}
+    refused |= {
+        "handshake": (lambda: attention(*heads(6, 3), mask=mask, **where), "3 KV heads"),
+        "latents": (
+            lambda: attention(q, *latents, latent_weight=torch.zeros(4, 11, 6), **attend_here),
+            "latents count",
+        ),
+        "dropout": (lambda: attention(*heads(5, 5), dropout_p=0.5, dropout_seed=1, **attend_here), "5 query heads"),
+        "layer": (lambda: layer("ulysses", num_heads=3)(x, **attend_here), "3 query heads"),
+        "head_groups": (lambda: grouped["self_attn"](x, **attend_here), "leave head_groups out"),
+        "replay": (lambda: seqpar.replay(*heads(5, 5), ranks=3, mask=mask), "5 query heads"),
+        "mixers": (
+            lambda: seqpar.mixers.halo(lambda y: y[:, 2:], x, 2, **attend_here),
+            "a mask for each of 2 groups of heads",
+        ),
+        "shift": (lambda: seqpar.shift(x, 1, **attend_here), "a mask for each of 2 groups of heads"),
+        "sdpa": (lambda: seqpar.sdpa(*(y[:, :3] for y in rows), **attend_here), "3 query heads"),
+        "chunks": (lambda: Mask.chunked(3, starts=mask.starts), "a mask for each of 2 groups of heads"),
+    }
+    with seqpar.trace() as trace:
+        for call, words in refused.values():
+            with pytest.raises(ValueError, match=words):
+                call()
+    return trace.bytes_sent
+
+
+def test_groups_of_heads_that_cannot_be(pool: Pool) -> None:
+    assert pool.run(2, refuse_groups_of_heads) == [0, 0]
 
 
 # One mask for each strategy.

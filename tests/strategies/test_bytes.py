@@ -23,7 +23,7 @@ from seqpar.placement.layout import shard_length
 
 from ..cases import Batch
 from ..pool import Pool, mesh_of, on_ranks
-from ..problems import RULES
+from ..problems import HEAD_RULES, RULES, heads_for
 from ..reference import Rule, Rules, combined_mask, fitted, rank_positions, rows_of, rules_id, visible_pairs
 
 TOKENS, BATCH, HEAD_DIM = 48, 2, 4
@@ -373,23 +373,34 @@ def visible_rows(rules: Rules, world: int, layout: str) -> list[list[int]]:
     ]
 
 
+def masks_of_groups(rules: Rules) -> list[Rules]:
+    """The rules of each group of heads; of all heads, if they share the mask."""
+    for at, rule in enumerate(rules):
+        if rule.name == "by_heads":
+            return [(*rules[:at], *own, *rules[at + 1 :]) for own in rule.args]
+    return [rules]
+
+
 @pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
-    """Ring and all-gather send the keys that some query of the receiver sees, and their gradients back; no more."""
-    shared = [fitted(rules, TOKENS) for rules in RULES if rows_of(rules) == 1]
+    """Ring and all-gather send the keys that some query of the receiver sees, and their gradients back; no more. Each
+    group of heads with a mask of its own sends its keys only."""
+    shared = [fitted(rules, TOKENS) for rules in (*RULES, *HEAD_RULES) if rows_of(rules) == 1]
     cases = [
-        Case(options, rules, layout, dtype=torch.bfloat16, v_head_dim=v_head_dim)
+        Case(options, rules, layout, *heads_for(rules, 0), dtype=torch.bfloat16, v_head_dim=v_head_dim)
         for (options, rules, layout), v_head_dim in zip(
             product(RING[:1] + GATHER, shared, LAYOUTS), cycle((HEAD_DIM, 2)), strict=False
         )
     ]
 
     def verify(case: Case, by_rank: list[Sent]) -> None:
-        rows = visible_rows(case.rules, world, case.layout)
-        elements = BATCH * (case.d_kv + case.d_v)  # of one row of k and v
+        groups = masks_of_groups(case.rules)
+        by_group = [visible_rows(rules, world, case.layout) for rules in groups]
+        elements = BATCH * (case.d_kv + case.d_v) // len(groups)  # of one row of k and v of a group of heads
         for rank, sent in enumerate(by_rank):
-            sends, receives = sum(rows[rank]), sum(other[rank] for other in rows)
+            sends = sum(sum(rows[rank]) for rows in by_group)
+            receives = sum(other[rank] for rows in by_group for other in rows)
             forward = sends * elements * case.e
             assert sent.traced == (forward, forward + receives * elements * case.e_partial), f"rank {rank}"
 
@@ -397,16 +408,19 @@ def test_only_what_the_mask_needs(batch: Batch, world: int) -> None:
 
 
 def test_contiguous_examples(batch: Batch) -> None:
-    """Causal: keys go to later ranks only. A window: to the next rank only. Documents within ranks: nowhere."""
+    """Causal: keys go to later ranks only. A window: to the next rank only. Documents within ranks: nowhere. Blocks
+    that are shifted by half a block in half of the heads: keys of these heads go to the next rank only."""
     world = 4
     local = TOKENS // world
     documents = (Rule("documents", (tuple(range(0, TOKENS + 1, local)), True)),)
     window = (Rule("sliding_window", (5, 0)),)
+    shifted = (Rule("by_heads", ((Rule("chunked", (local, True)),), (Rule("chunked", (local, True, (local // 2,))),))),)
     row = BATCH * 2 * 8 * HEAD_DIM * 4  # bytes of one token's k and v
     bytes_and_steps: dict[Rules, tuple[list[int], list[int]]] = {
         CAUSAL: ([local * row * later for later in (3, 2, 1, 0)], [0, 1, 2, 3]),
         window: ([5 * row, 5 * row, 5 * row, 0], [0, 1, 1, 1]),
         documents: ([0, 0, 0, 0], [0, 0, 0, 0]),
+        shifted: ([*[local // 2 * row // 2] * 3, 0], [0, 1, 1, 1]),
     }
 
     def verify(case: Case, by_rank: list[Sent]) -> None:

@@ -61,9 +61,12 @@ class Block(torch.nn.Module):
 
 
 def documents(seq_len: int, step: int) -> Mask:
-    """Other documents at each step, and another number of them; at one step some tokens that all queries see."""
+    """Other documents at each step, and another number of them; at one step some tokens that all queries see, and at
+    the last one a window for half of the heads."""
     starts = sorted({0, *((7 * step + 11 * i) % seq_len for i in range(1 + step % 4))})
     packed = Mask.documents([*starts, seq_len])
+    if step == 2:
+        return Mask.by_heads([packed & Mask.sliding_window(6), packed])
     return packed | Mask.global_tokens(5) if step == 1 else packed
 
 

@@ -24,7 +24,7 @@ from seqpar.strategies import call, head_exchange
 from ..cases import Batch
 from ..hosts import hosts_of
 from ..pool import Pool, on_ranks
-from ..problems import BATCH_RULES, HEADS, RULES, Problem
+from ..problems import BATCH_RULES, HEAD_RULES, RULES, Problem, heads_for
 from ..reference import assert_close, rows_of
 from ..strategy_cases import LAYOUTS, STRATEGIES
 from .test_attention import ALL_FEATURES, FEATURES, Case, Results, attend_in_chunks, random_case, unshard
@@ -92,11 +92,14 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def cases_of(world: int, turn: int, turns: int = 5) -> list[Case]:
     """Some of all masks and features, and a random case of each strategy. They meet the strategies, layouts, heads and
     dtypes in turn."""
-    problems = [Problem((53, 48)[i % 2], rows_of(rules), rules=rules) for i, rules in enumerate((*RULES, *BATCH_RULES))]
+    problems = [
+        Problem((53, 48)[i % 2], rows_of(rules), rules=rules)
+        for i, rules in enumerate((*RULES, *BATCH_RULES, *HEAD_RULES))
+    ]
     problems += [Problem(**{"seq_len": 49, "v_head_dim": 12, **feature}) for feature in (*FEATURES, ALL_FEATURES)]
     cases = []
     for i, problem in [*enumerate(problems)][turn::turns]:
-        heads, kv_heads = HEADS[i % len(HEADS)]
+        heads, kv_heads = heads_for(problem.rules, i)
         problem = replace(problem, heads=heads, kv_heads=kv_heads, dtype=(torch.float32, torch.bfloat16)[i // 3 % 2])
         cases.append(Case(problem, [*STRATEGIES][(i + turn) % len(STRATEGIES)], LAYOUTS[(i + turn) % len(LAYOUTS)]))
     return cases + [random_case(7000 * world + i, strategy=strategy) for i, strategy in enumerate(STRATEGIES)]

@@ -520,6 +520,14 @@ def test_is_causal_does_not_take_away_a_prefix() -> None:
         F.scaled_dot_product_attention(q, q, q)
         with pytest.raises(ValueError, match="is_causal=True: it would take away later keys"):
             F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    with seqpar.replace_sdpa(sharding, Mask.by_heads([Mask.full(), Mask.sliding_window(2, 1)])):
+        by_heads = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    dense = torch.stack([Mask.causal().dense(8), Mask.sliding_window(2).dense(8)])
+    torch.testing.assert_close(by_heads, F.scaled_dot_product_attention(q, q, q, dense))
+    with seqpar.replace_sdpa(sharding, Mask.by_heads([Mask.full(), Mask.prefix_lm(3)])):
+        F.scaled_dot_product_attention(q, q, q)
+        with pytest.raises(ValueError, match="is_causal=True: it would take away later keys"):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
     dense = Mask.prefix_lm(6).dense(8)
     torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q, dense))
     with pytest.raises(ValueError, match=r"added to the scores \(a bias\) is not supported"):
