@@ -585,7 +585,9 @@ def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) 
     """
     key = causal, window, chunk
     result: Mask | None = mask.plans.get(key)
-    if result is None:
+    if result is None and mask.head_groups:
+        mask.plans[key] = result = Mask.by_heads([layer_mask(x, *key) for x in mask.head_groups])
+    elif result is None:
         result = mask & Mask.causal() if causal else mask
         if window is not None and any(isinstance(rule, Tree) for rule in mask.rules):
             along = (replace(rule, window=window) if isinstance(rule, Tree) else rule for rule in result.rules)

@@ -74,9 +74,9 @@ def balanced_layout(
     weights, groups = {mask: 1} if isinstance(mask, Mask) else mask, ranks // ulysses
     for each in weights:
         each.check_length(seq_len)
-    common = lcm(*(len(each.head_groups) or 1 for each in weights))  # the pairs are sums over groups of heads
-    of_masks = ((_Pairs(x, seq_len), weight * common // (len(x.head_groups) or 1)) for x, weight in weights.items())
-    counted = sorted(of_masks, key=lambda x: -x[0].total)
+    of_masks = sorted(((_Pairs(x, seq_len), y) for x, y in weights.items()), key=lambda x: -x[0].total / x[0].groups)
+    common = lcm(*(pairs.groups for pairs, _ in of_masks))  # pairs are sums over groups of heads
+    counted = [(pairs, weight * common // pairs.groups) for pairs, weight in of_masks]
     most_pairs, *others = (pairs for pairs, _ in counted)
 
     def busiest(shards: list[list[range]]) -> int:
@@ -151,7 +151,7 @@ class _Pairs:
     of heads."""
 
     def __init__(self, mask: Mask, seq_len: int) -> None:
-        self.seq_len, self.rows = seq_len, mask.runs(seq_len)
+        self.seq_len, self.rows, self.groups = seq_len, mask.runs(seq_len), len(mask.head_groups) or 1
         self._before = []  # of each row, the pairs of the queries before each run
         for runs in self.rows:
             count = np.diff(np.append(np.minimum(runs.start, seq_len), seq_len))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import seqpar
 from seqpar import Mask
-from seqpar.masks.mask import mask_of_rows
+from seqpar.masks.mask import layer_mask, mask_of_rows
 from seqpar.masks.rules import Rule
 from seqpar.masks.runs import EVERYTHING, Runs
 
@@ -430,6 +430,10 @@ def test_a_mask_by_heads_is_a_value() -> None:
     assert mask.is_local is False and pair(first=Mask.chunked(4)).is_local and mask.has_window
     assert Mask.by_heads([Mask.causal()]) == Mask.causal() and not Mask.causal().head_groups
     assert Mask.by_heads([Mask.full(), Mask.full()]).dense(3).all()
+    tree, layer = Mask.tree([-1, 0, 0], [2, 3, 4]), (True, 2, None)
+    assert layer_mask(pair(first=tree), *layer).head_groups == tuple(
+        layer_mask(x, *layer) for x in (tree, pair().head_groups[1])
+    )
     assert str(mask).splitlines() == [
         "Mask.by_heads([Mask.causal(), Mask.sliding_window(2, 2)])",
         "queries down, keys across",
