@@ -74,9 +74,9 @@ def balanced_layout(
     weights, groups = {mask: 1} if isinstance(mask, Mask) else mask, ranks // ulysses
     for each in weights:
         each.check_length(seq_len)
-    of_masks = sorted(((_Pairs(x, seq_len), y) for x, y in weights.items()), key=lambda x: -x[0].total / x[0].groups)
-    common = lcm(*(pairs.groups for pairs, _ in of_masks))  # pairs are sums over groups of heads
-    counted = [(pairs, weight * common // pairs.groups) for pairs, weight in of_masks]
+    common = lcm(*(len(each.head_groups) or 1 for each in weights))  # of all heads, in each mask as often
+    of_masks = ((_Pairs(x, seq_len, common // (len(x.head_groups) or 1)), weight) for x, weight in weights.items())
+    counted = sorted(of_masks, key=lambda x: -x[0].total)
     most_pairs, *others = (pairs for pairs, _ in counted)
 
     def busiest(shards: list[list[range]]) -> int:
@@ -148,10 +148,10 @@ def _difference(seq_len: int, tile: int, groups: int, ulysses: int) -> int:
 
 class _Pairs:
     """The visible pairs of a mask, at a cost that does not grow with the tokens; the sum over its batch rows and groups
-    of heads."""
+    of heads, each pair counted ``times`` times."""
 
-    def __init__(self, mask: Mask, seq_len: int) -> None:
-        self.seq_len, self.rows, self.groups = seq_len, mask.runs(seq_len), len(mask.head_groups) or 1
+    def __init__(self, mask: Mask, seq_len: int, times: int = 1) -> None:
+        self.seq_len, self.rows, self.times = seq_len, mask.runs(seq_len), times
         self._before = []  # of each row, the pairs of the queries before each run
         for runs in self.rows:
             count = np.diff(np.append(np.minimum(runs.start, seq_len), seq_len))
@@ -160,7 +160,7 @@ class _Pairs:
     def _seen(self, runs: Runs, run: Array, count: Array) -> Array:
         """The pairs of the first ``count`` queries of each ``run``."""
         hi = keys_below_line(runs.hi[run], runs.hi_step[run], count, self.seq_len)
-        return hi - keys_below_line(runs.lo[run], runs.lo_step[run], count, self.seq_len)
+        return self.times * (hi - keys_below_line(runs.lo[run], runs.lo_step[run], count, self.seq_len))
 
     @property
     def total(self) -> int:
