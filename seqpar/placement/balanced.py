@@ -74,7 +74,7 @@ def balanced_layout(
     weights, groups = {mask: 1} if isinstance(mask, Mask) else mask, ranks // ulysses
     for each in weights:
         each.check_length(seq_len)
-    common = lcm(*(len(each.head_groups) or 1 for each in weights))  # of all heads, in each mask as often
+    common = lcm(*(len(each.head_groups) or 1 for each in weights))  # so that every mask counts all heads
     of_masks = ((_Pairs(x, seq_len, common // (len(x.head_groups) or 1)), weight) for x, weight in weights.items())
     counted = sorted(of_masks, key=lambda x: -x[0].total)
     most_pairs, *others = (pairs for pairs, _ in counted)
