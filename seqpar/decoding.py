@@ -190,6 +190,11 @@ class KeyValueCache:
         ``q [b, new, h, d]``, ``k [b, new, n, d]`` and ``v [b, new, n, e]`` are the same on every rank of ``group``, the
         ranks that share the cached tokens.
         """
+        if spec.deterministic == "invariant":
+            raise ValueError(
+                "deterministic='invariant' with a cache: the ranks' results are merged, in an order that depends on "
+                "their number; pass deterministic=True"
+            )
         cached, new = self._layers[layer], q.shape[1]
         if (k.shape[0], *k.shape[2:], k.dtype) != (cached.k.shape[0], *cached.k.shape[2:], cached.k.dtype):
             raise ValueError(

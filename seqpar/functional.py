@@ -26,7 +26,7 @@ from .ranks.mesh import sequence_group_of, size_of
 from .schedule.plan import plan_ahead
 from .sharding.arguments import check_sharding, require_layout, sharding_of_one_rank
 from .sharding.sharding import Sharding
-from .sharding.spec import AttentionSpec, attention_spec
+from .sharding.spec import AttentionSpec, Deterministic, attention_spec
 from .strategies.attend import attend
 from .strategies.autograd import any_needs_gradient, gradient_state, to_autocast_dtype
 from .strategies.max_logit import max_logit
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         sinks: Tensor | None
         alibi_slopes: Tensor | None
         dropout_p: float
-        deterministic: bool
+        deterministic: Deterministic
         backend: BackendName
         dropout_seed: int | None
         latent_weight: Tensor | None
@@ -133,7 +133,7 @@ def attention(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     backend: BackendName = "auto",
     return_lse: bool = False,
     return_max_logit: bool = False,
@@ -178,7 +178,10 @@ def attention(
             scores, for global positions ``i`` and ``j`` (Press et al., 2021).
         dropout_p: the probability of dropping an attention weight. What is dropped depends on the seed, the batch
             row, the head and the two global positions, and not on the strategy or the number of ranks.
-        deterministic: use only kernels whose gradients have the same bits in every run. They are slower.
+        deterministic: with True, use only kernels whose gradients have the same bits in every run. They are slower.
+            With "invariant", the output and the gradients of ``q, k, v`` also have the same bits on any number of
+            ranks, under every strategy and layout, and whatever is packed beside a document. Each strategy then gathers
+            keys in forward, and keys and queries in backward (see docs/replay.md).
         backend: "auto" or one of ``seqpar.backends()``. If the named backend lacks a requested feature, the call falls
             back to the next one that has it (see ``seqpar.trace``).
         return_lse: also return the log-sum-exp of the scores, sinks included.
@@ -383,7 +386,7 @@ def replay(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     dropout_p: float = 0.0,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     backend: BackendName = "auto",
     return_lse: bool = False,
     dropout_seed: int | None = None,

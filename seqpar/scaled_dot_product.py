@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from .kernels import BackendName
     from .placement.strategies import StrategyName, StrategyOptions
+    from .sharding.spec import Deterministic
 
     class SdpaOptions(StrategyOptions, total=False):
         """The keyword arguments of ``attention`` that PyTorch's function does not have."""
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         softcap: float
         sinks: Tensor | None
         alibi_slopes: Tensor | None
-        deterministic: bool
+        deterministic: Deterministic
         backend: BackendName
         dropout_seed: int | None
 

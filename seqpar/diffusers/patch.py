@@ -22,7 +22,7 @@ from ..placement.strategies import StrategyName
 from ..ranks.mesh import size_of
 from ..sharding.same_rows import compare, compares_now
 from ..sharding.sharding import Sharding
-from ..sharding.spec import attention_spec
+from ..sharding.spec import Deterministic, attention_spec
 from .call import CallMode, ModelCall, ModelCalls, TrialCall, mode_of_thread
 from .foreign import check_hooks, matching, models_in, modules_of
 from .plans import Plan, has_plan, plan_of
@@ -52,7 +52,7 @@ def parallelize(
     strategy: StrategyName = "ring",
     plan: Plan | None = None,
     backend: BackendName = "auto",
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     **options: Unpack[StrategyOptions],
 ) -> ModelOrPipeline:
     """Shard the tokens of a diffusers transformer over ranks, from its first block to its last. Changes it in place.

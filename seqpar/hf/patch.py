@@ -25,6 +25,7 @@ from ..patching.forwards import replace_forward
 from ..patching.replaced import replaced
 from ..placement.strategies import StrategyName, StrategyOptions, resolve
 from ..ranks.mesh import all_ranks_group, size_of
+from ..sharding.spec import Deterministic
 from .batch import BatchLayout
 from .calls import forward
 from .calls.attention import (
@@ -65,7 +66,7 @@ class ParallelizeArguments(StrategyOptions, total=False):
     backend: BackendName
     softmax_scale: float | None
     alibi_slopes: Tensor | Sequence[float] | None
-    deterministic: bool
+    deterministic: Deterministic
     gradients: Gradients
     loss_chunk: int | None
     outputs: Outputs
@@ -83,7 +84,7 @@ def parallelize(
     backend: BackendName = "auto",
     softmax_scale: float | None = None,
     alibi_slopes: Tensor | Sequence[float] | None = None,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     gradients: Gradients = "mean",
     loss_chunk: int | None = None,
     outputs: Outputs = "auto",

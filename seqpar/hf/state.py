@@ -26,6 +26,7 @@ from ..placement.layout import Assigned, TokenLayout
 from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions, check_options
 from ..ranks.mesh import rank_in, size_of
 from ..sharding.sharding import Sharding
+from ..sharding.spec import Deterministic, check_deterministic
 from .batch import BatchCut, BatchLayout, BatchShard, PlacedShard
 
 NAME = "seqpar"  # the name of the attention function in a model's config
@@ -48,7 +49,7 @@ class Settings:
     memory: Memory | None = None
     softmax_scale: float | None = None
     alibi_slopes: tuple[float, ...] | None = None  # made from the tensor or the numbers that the caller gave
-    deterministic: bool = False
+    deterministic: Deterministic = False
     share_prompts: bool = False
     options: StrategyOptions = field(default_factory=StrategyOptions)
 
@@ -66,7 +67,7 @@ class Settings:
         if self.softmax_scale is not None:
             check_number("softmax_scale", self.softmax_scale)
         object.__setattr__(self, "alibi_slopes", check_slopes(self.alibi_slopes))
-        check_bool("deterministic", self.deterministic)
+        check_deterministic(self.deterministic)
         check_bool("share_prompts", self.share_prompts)
         if self.share_prompts and self.outputs == "local":
             raise ValueError(

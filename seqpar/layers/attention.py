@@ -40,7 +40,7 @@ from ..ranks.mesh import size_of
 from ..schedule.plan import plan_ahead
 from ..sharding.arguments import check_sharding, layout_of, require_layout, sharding_of_one_rank
 from ..sharding.sharding import Sharding, resolve_sequence_group
-from ..sharding.spec import AttentionSpec, constants
+from ..sharding.spec import AttentionSpec, Deterministic, check_deterministic, constants
 from ..strategies import operators
 from ..strategies.attend import attend
 from ..strategies.auto import named
@@ -117,7 +117,7 @@ class AttentionLayer(nn.Module):
         alibi_slopes: ``[num_heads]``, a tensor or numbers. ``slope * |i - j|`` is subtracted from the scores, for
             global positions ``i`` and ``j`` (Press et al., 2021). They are constants, which checkpoints do not hold.
         dropout_p: the probability of dropping an attention weight, in training mode only.
-        deterministic: use only kernels whose gradients have the same bits in every run. They are slower.
+        deterministic: as in ``seqpar.attention``: True, False or "invariant".
         backend: "auto" or one of ``seqpar.backends()``.
         device: the device of the weights.
         dtype: the dtype of the weights.
@@ -144,7 +144,7 @@ class AttentionLayer(nn.Module):
         sinks: bool = False,
         alibi_slopes: Tensor | Sequence[float] | None = None,
         dropout_p: float = 0.0,
-        deterministic: bool = False,
+        deterministic: Deterministic = False,
         backend: BackendName = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -157,9 +157,10 @@ class AttentionLayer(nn.Module):
         check_choice("backend", backend, ("auto", *BACKENDS))
         if check_number("softcap", softcap) < 0:
             raise ValueError(f"softcap={softcap}: expected a positive cap, or 0 for none")
-        flags = {"bias": bias, "qk_norm": qk_norm, "sinks": sinks, "deterministic": deterministic}
+        flags = {"bias": bias, "qk_norm": qk_norm, "sinks": sinks}
         for name, flag in (flags if out_bias is None else {**flags, "out_bias": out_bias}).items():
             check_bool(name, flag)
+        check_deterministic(deterministic)
         check_dtype(dtype)
         check_rope(rope, head_dim)
         self._check_options(dict(strategy_options))

@@ -76,6 +76,7 @@ class AttentionPlan:
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
         num_steps: the number of steps, which ``len`` returns too.
+        runs: the mask's intervals, of all parts and batch rows, one part after another.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class AttentionPlan:
         self.gather = gather
         self.per_host = tokens.ring if per_host is None else per_host
         self.num_steps = 1 if tokens.replicated else min(2, tokens.ring) if gather else tokens.ring
-        self._parts, self._runs = mask.parts(tokens.seq_len), mask.runs(tokens.seq_len)
+        self._parts, self.runs = mask.parts(tokens.seq_len), mask.runs(tokens.seq_len)
         self._steps: dict[int, Step] = {}
         self._inter_host_hops: dict[int, Hop] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -147,7 +148,7 @@ class AttentionPlan:
     def checksum(self) -> int:
         """A checksum of the mask and of what each rank holds. The same on every rank that has the same plan."""
         value = zlib.crc32(f"{self.tokens} {self.gather} {self.per_host} {len(self._parts)}".encode())
-        for runs in self._runs:
+        for runs in self.runs:
             for column in (runs.start, runs.lo, runs.hi):
                 value = zlib.crc32(column.tobytes(), value)
         return value
@@ -179,7 +180,7 @@ class AttentionPlan:
         """The approximate size of the plan in memory."""
         hops = (*(step.intra_host for step in self._steps.values()), *self._inter_host_hops.values())
         spans = sum(len(t.owner_rows.spans) + 2 for hop in hops for t in (*hop.receives, *hop.sends))
-        return 400 * sum(map(len, self._runs)) + 200 * spans + 1000 * len(self)
+        return 400 * sum(map(len, self.runs)) + 200 * spans + 1000 * len(self)
 
     def intervals(self, index: int, device: torch.device, positions: bool = False) -> tuple[KeyIntervals, ...]:
         """Which of the keys of step ``index`` each local query sees, on ``device``: for each part of the mask in which
@@ -254,7 +255,7 @@ class AttentionPlan:
 
     @cached_property
     def _exact(self) -> bool:
-        return max(map(len, self._runs)) * self.tokens.ring <= _EXACT_RANGES
+        return max(map(len, self.runs)) * self.tokens.ring <= _EXACT_RANGES
 
     @cached_property
     def _has_queries(self) -> bool:
@@ -263,7 +264,7 @@ class AttentionPlan:
     def _visible(self, query_rank: int) -> tuple[tuple[int, int], ...]:
         if query_rank not in self._ranges:
             queries = self.tokens.ring_positions(query_rank)
-            self._ranges[query_rank] = visible_ranges(self._runs, queries, self.tokens.seq_len, self._exact)
+            self._ranges[query_rank] = visible_ranges(self.runs, queries, self.tokens.seq_len, self._exact)
         return self._ranges[query_rank]
 
     def _transfer_rows(self, query_rank: int, key_rank: int) -> RowSpans:
@@ -299,7 +300,7 @@ class AttentionPlan:
             return False
         start, stop = shard.stripes[0].start, shard.stripes[-1].stop
         for stripe in self.tokens.ring_positions(query_rank).stripes:
-            for runs in self._runs:
+            for runs in self.runs:
                 lo, hi = runs.bounds(stripe.start, stripe.stop - 1)
                 if lo < stop and hi > start:
                     return True

@@ -500,7 +500,7 @@ class Sharding(Opaque):
         Raises:
             ValueError: ``ranks`` are not the ranks of the sharding.
         """
-        key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel
+        key = ranks, spec.strategy, spec.strategy_options, spec.tensor_parallel, spec.deterministic == "invariant"
         placement = self._placements.get(key)
         if placement is None:
             placement = self._placements[key] = self._place(spec, ranks)
@@ -522,6 +522,9 @@ class Sharding(Opaque):
             )
         if not spec.tensor_parallel:
             self.check_ranks(placement.sequence_group)
+        if spec.deterministic == "invariant":  # one algorithm for every strategy
+            group = placement.sequence_group
+            placement = Placement(group, ulysses=group, algorithm="invariant")
         degrees = size_of(placement.ring), size_of(placement.ulysses), tensor_size
         tokens = TokenLayout(self.seq_len, self.layout, *degrees, replicated)
         if replicated:  # nothing is sent

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..placement.heads import Heads
 from ..placement.strategies import STRATEGIES, check_options, check_strategy
 
 REPLICATED = "replicated"
+Deterministic = bool | Literal["invariant"]
 
 
 @register_constant_type()
@@ -49,7 +50,7 @@ class AttentionSpec(Opaque):
     softmax_scale: float | None = None
     softcap: float = 0.0
     dropout_p: float = 0.0
-    deterministic: bool = False
+    deterministic: Deterministic = False
     backend: str = "auto"
     return_lse: bool = False
     tensor_parallel: bool = False
@@ -94,7 +95,14 @@ class AttentionSpec(Opaque):
 @lru_cache(maxsize=256)
 def spec_checksum(spec: AttentionSpec) -> int:
     """A checksum of what the ranks of a call must agree on. The backends may differ from rank to rank."""
-    return zlib.crc32(repr(spec.having(backend="auto", deterministic=False, returns_saved=False)).encode())
+    agreed = spec.having(backend="auto", deterministic=spec.deterministic == "invariant", returns_saved=False)
+    return zlib.crc32(repr(agreed).encode())
+
+
+def check_deterministic(value: object) -> None:
+    """Raise a TypeError unless it is True, False or "invariant"."""
+    if not isinstance(value, bool) and value != "invariant":
+        raise TypeError(f"deterministic={value!r}: expected True, False or 'invariant'")
 
 
 def attention_spec(
@@ -103,7 +111,7 @@ def attention_spec(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
-    deterministic: bool = False,
+    deterministic: Deterministic = False,
     backend: str = "auto",
     return_lse: bool = False,
     *functions: Callable[..., Any],
@@ -135,14 +143,14 @@ def _checked(
     softmax_scale: float | None,
     softcap: float,
     dropout_p: float,
-    deterministic: bool,
+    deterministic: Deterministic,
     backend: str,
     return_lse: bool,
     *functions: Callable[..., Any],
 ) -> AttentionSpec:
     check_strategy(strategy)
     check_options(strategy, dict(options), STRATEGIES[strategy].options, *functions)
-    check_bool("deterministic", deterministic)
+    check_deterministic(deterministic)
     check_bool("return_lse", return_lse)
     if not torch.compiler.is_compiling():
         check_backend(backend)

@@ -1,4 +1,4 @@
-"""The algorithms: the ring's loop, and an all-to-all around it."""
+"""The algorithms: the ring's loop, an all-to-all around it, and one whose bits do not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..sharding.spec import AttentionSpec
 from .algorithm import Algorithm, AttentionGradients, Shapes
 from .call import AttentionCall, Run
 from .head_exchange import MAX_CHUNKS, HeadExchange, head_exchange, head_exchange_of
+from .invariant import Invariant
 from .ring import ring_backward, ring_forward
 from .ulysses import ulysses_backward, ulysses_forward
 
@@ -92,7 +93,7 @@ def _exchange(call: AttentionCall, q_shape: Sequence[int], device: torch.device)
 
 
 RING, ALL_TO_ALL = Ring(), AllToAll()
-ALGORITHMS: dict[str, Algorithm] = {"ring": RING, "all-to-all": ALL_TO_ALL}
+ALGORITHMS: dict[str, Algorithm] = {"ring": RING, "all-to-all": ALL_TO_ALL, "invariant": Invariant()}
 
 
 def algorithm_of(placement: Placement, heads: Heads) -> Algorithm:

@@ -52,6 +52,8 @@ class AttentionCall:
         spec: its constants.
         heads: the heads of q, k and v. Under tensor parallelism these are some of the model's heads.
         score: how scores are computed, for all of ``heads``.
+        documents: with ``deterministic="invariant"``, the positions at which documents begin, for each batch row or for
+            all of them.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
             None: messages are sent from the stream of the kernels.
@@ -64,6 +66,7 @@ class AttentionCall:
     spec: AttentionSpec
     heads: Heads
     score: Score
+    documents: tuple[tuple[int, ...], ...] | None = None
     latent: LatentKeys | None = None
     kv_ready: ReadyEvents | None = field(default_factory=ReadyEvents, repr=False)
     errors: list[Exception] = field(default_factory=list, repr=False)
@@ -129,7 +132,7 @@ class AttentionCall:
         if heads is self.heads:
             heads = None
         if (key := (heads, lse_gradient)) not in self.kept:
-            choice = BackendChoice(self.spec.backend, q, self.spec.deterministic)
+            choice = BackendChoice(self.spec.backend, q, bool(self.spec.deterministic))
             self.kept[key] = choice, kv_index(heads or self.heads)
         choice, index = self.kept[key]
         score, latent = self.score, self.latent

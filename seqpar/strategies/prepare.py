@@ -34,6 +34,7 @@ from ..sharding.same_rows import check_layouts
 from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
 from .call import AttentionCall
+from .invariant import check_invariant
 
 # Of one mask and sharding: such as the layers of a model with several kinds of attention, for some batch sizes.
 _MOST_KINDS = 64
@@ -90,6 +91,8 @@ def prepared(
             )
         check_rows(mask, "q", q)
         mask.check_heads(*spec.model_heads(q.shape, k.shape))
+        if spec.deterministic == "invariant":
+            check_invariant(spec, mask, sinks, alibi_slopes, latent_weight)
         mask.check_length(tokens.seq_len)
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
@@ -149,7 +152,8 @@ def call_of(
         head_offset=heads.queries.start,
     )
     plan = attention_plan(mask, *placement.plan_arguments, spec.model_heads(q_shape, k_shape)[0])
-    return AttentionCall(placement, plan, spec, heads, score)
+    documents = mask.starts if spec.deterministic == "invariant" else None
+    return AttentionCall(placement, plan, spec, heads, score, documents)
 
 
 def new_call(

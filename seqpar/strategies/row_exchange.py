@@ -50,21 +50,27 @@ class RowPlan:
         return RowPlan(self.sends, self.receives, upload(self.sent, device), upload(self.index, device))
 
 
-class FetchRows(torch.autograd.Function):
-    """``rows [n * b, w]`` of this rank to ``[m, w]``. Backward returns gradients to their owners in float32.
+def fetch_rows(rows: Tensor, plan: RowPlan, link: Link | None, no_row: Tensor | None = None) -> Tensor:
+    """``rows [n * b, w]`` of this rank to ``[m, w]``, in a call of the ranks.
 
     ``no_row [1, w]`` is the result where a rank needs no row; None is zeros.
     """
+    width = rows.shape[1]
+    message = new_message(sum(plan.sends) * width, rows, link)
+    torch.index_select(rows, 0, plan.sent, out=message.view(len(plan.sent), width))
+    received = _exchange(message, plan.sends, plan.receives, width, link)
+    no_row = rows.new_zeros(1, width) if no_row is None else no_row
+    return torch.cat([rows, *received, no_row]).index_select(0, plan.index)
+
+
+class FetchRows(torch.autograd.Function):
+    """``fetch_rows``, as a call of its own. Backward returns gradients to their owners in float32."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, plan: RowPlan, link: Link | None, no_row: Tensor | None = None) -> Tensor:
-        ctx.plan, ctx.link, ctx.count, (_, width) = plan, link, len(rows), rows.shape
-        with call(link and link.ranks, "rows", width, rows.element_size()):
-            message = new_message(sum(plan.sends) * width, rows, link)
-            torch.index_select(rows, 0, plan.sent, out=message.view(len(plan.sent), width))
-            received = _exchange(message, plan.sends, plan.receives, width, link)
-        no_row = rows.new_zeros(1, width) if no_row is None else no_row
-        return torch.cat([rows, *received, no_row]).index_select(0, plan.index)
+        ctx.plan, ctx.link, ctx.count = plan, link, len(rows)
+        with call(link and link.ranks, "rows", rows.shape[1], rows.element_size()):
+            return fetch_rows(rows, plan, link, no_row)
 
     @staticmethod
     @once_differentiable
@@ -139,6 +145,14 @@ class _Owners:
         rows = torch.where(index >= 0, needed % self.batch * self.count + index, remote)
         rows = torch.where(needed < 0, total + len(order), rows)
         return RowPlan(tuple(map(len, sent)), tuple(map(len, received)), torch.cat(sent), rows)
+
+
+def plan_of_tokens(
+    held: Sequence[Positions], rank: int, batch: int, wanted: Sequence[Tensor], needed: Tensor, device: torch.device
+) -> RowPlan:
+    """The plan of a rank whose items are tokens. ``held`` are the positions of each rank; see ``_Owners.plan``."""
+    owners = _Owners(rank, len(held), batch, lambda r, x: _find_positions(held[r], x), len(held[rank]))
+    return owners.plan(wanted, needed).on(device)
 
 
 def _find_positions(held: Positions, x: Tensor) -> Tensor:
@@ -235,9 +249,9 @@ def halo_plan(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int
         all_rows = torch.arange(batch, device="cpu")[:, None]
         padded = torch.stack([torch.nn.functional.pad(x, (0, length - len(x)), value=-1) for x in by_row])
         keys = torch.where(padded < 0, -1, padded * batch + all_rows)  # [b, length]
-        owners = _Owners(rank, tokens.ranks, batch, lambda r, x: _find_positions(held[r], x), len(own))
         outputs = (torch.stack(places) + all_rows * (length - width)).flatten()
-        return HaloPlan(owners.plan(wanted, keys.flatten()).on(device), length, upload(outputs, device))
+        plan = plan_of_tokens(held, rank, batch, wanted, keys.flatten(), device)
+        return HaloPlan(plan, length, upload(outputs, device))
 
     return _cached("halo", mask, (tokens, rank, batch, width), device, make)
 
@@ -277,8 +291,7 @@ def shift_plan(
         found = torch.stack([torch.stack([later(own, step, row) for row in starts]) for step in by])
         all_rows = torch.arange(batch, device="cpu")[:, None]
         keys = torch.where(found < 0, -1, found * batch + all_rows)  # [len(by), b, s]
-        owners = _Owners(rank, tokens.ranks, batch, lambda r, x: _find_positions(held[r], x), len(own))
-        return owners.plan(wanted, keys.flatten()).on(device)
+        return plan_of_tokens(held, rank, batch, wanted, keys.flatten(), device)
 
     return _cached("shift", mask, (tokens, rank, batch, by), device, make)
 

@@ -217,6 +217,7 @@ CASES: dict[str, Callable[[ProcessGroup], Run]] = {
         }.items()
     },
     "layer": partial(layer_of, strategy="ring"),
+    "invariant": partial(layer_of, strategy="ring", deterministic="invariant"),
     "activations": partial(layer_of, strategy="context_parallel", gather="activations"),
     "tp_sp": partial(layer_of, strategy="tp_sp"),
     "decoding": decoding_of,
@@ -436,6 +437,7 @@ KEPT: dict[str, str] = {
         "HeadExchange.tokens HeadExchange.pieces HeadExchange.shares_kv HeadExchange.full_chunk "
         "HeadExchange.chunks"
     ),
+    "strategies.invariant": "_RankTiles.of",
     "strategies.row_exchange": "_cached",
     "strategies.sequence_chunks": (
         "ChunkRows.lengths rows_of_sharding rows_in_rank_order SequenceChunks.size SequenceChunks.rank "

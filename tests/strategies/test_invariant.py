@@ -1,0 +1,241 @@
+"""``deterministic="invariant"``: the same bits for any number of ranks, whatever is packed beside a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from itertools import cycle, islice, product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import seqpar
+from seqpar import Mask
+from seqpar.kernels import document_tiles as kernels
+from seqpar.schedule import document_tiles as schedule
+from seqpar.strategies import invariant
+
+from ..pool import Pool, on_ranks
+from ..problems import BATCH_RULES, HEADS, RULES, Problem, solve
+from ..reference import assert_close, fitted, rows_of
+from ..strategy_cases import LAYOUTS, STRATEGIES, layout_of
+from .test_attention import attention
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+OPTIONS: dict[str, Any] = {"deterministic": "invariant", "return_lse": True}
+# Masks with one interval of keys for each query.
+MASKS = [rules for rules in (*RULES, *BATCH_RULES) if not Problem(50, rules=rules).arguments()["mask"].branches]
+
+
+@contextmanager
+def tiles_of(rows: int) -> Iterator[None]:
+    """Tiles of so few rows that a short sequence has several."""
+    with ExitStack() as stack:
+        for module in (schedule, kernels, invariant):
+            stack.enter_context(mock.patch.object(module, "TILE", rows))
+        yield
+
+
+def differentiate(attend: Any, problem: Problem, **options: Any) -> dict[str, Tensor]:
+    """out, lse, dq, dk and dv of the whole sequence."""
+    tensors = problem.tensors()
+    leaves = [tensors[name].detach().requires_grad_() for name in "qkv"]
+    slopes = {"alibi_slopes": tensors["alibi_slopes"]} if problem.alibi else {}
+    out, lse = attend(*leaves, **{**problem.arguments(), **slopes, **options, **OPTIONS})
+    outputs, gradients = [out], [tensors["dout"]]
+    if problem.lse_gradient:
+        outputs, gradients = [out, lse], [*gradients, tensors["dlse"]]
+    found = torch.autograd.grad(outputs, leaves, gradients)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), found, strict=True))}
+
+
+def different(results: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors that differ in a bit."""
+
+    def bits(x: Tensor) -> Tensor:
+        return x.contiguous().view(INTEGERS[x.element_size()])
+
+    return [name for name, x in results.items() if not torch.equal(bits(x), bits(expected[name]))]
+
+
+def on_one_device(problem: Problem) -> dict[str, Tensor]:
+    """The results of one rank, compared with dense attention in float64."""
+    results = differentiate(seqpar.attention, problem, strategy="local")
+    for name, x in results.items():
+        assert_close(x, solve(problem)[name], problem.dtype, name, solve(problem, torch.float32)[name])
+    return results
+
+
+def check_all_ranks(problems: Sequence[Problem], counts: Sequence[int], turn: int = 0) -> None:
+    """Every number of ranks has the bits of one rank. The strategies and layouts take turns."""
+    turns = islice(cycle(product(STRATEGIES.values(), LAYOUTS)), turn, None)
+    wrong = []
+    for problem in problems:
+        expected = on_one_device(problem)
+        for ranks in counts:
+            strategy, layout = next(turns)
+            where = {**strategy, "ranks": ranks, "layout": layout_of(layout, problem.seq_len, ranks)}
+            if names := different(differentiate(seqpar.replay, problem, **where), expected):
+                wrong.append(f"{problem}, {where}: {names} differ")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_any_number_of_ranks() -> None:
+    """Every mask, feature, number of heads and dtype, in tiles of 16 rows; then tiles as they are."""
+    problems = [Problem((53, 96, 31)[i % 3], rows_of(rules), rules=rules) for i, rules in enumerate(MASKS)]
+    problems += [
+        Problem(70, 2, **feature)
+        for feature in (
+            {"softcap": 1.5, "v_head_dim": 12},
+            {"alibi": "heads"},
+            {"softmax_scale": 0.3, "lse_gradient": True},
+        )
+    ]
+    dtypes = torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float16
+    for i, problem in enumerate(problems):
+        heads, kv_heads = HEADS[i % len(HEADS)]
+        problems[i] = replace(problem, heads=heads, kv_heads=kv_heads, dtype=dtypes[i % len(dtypes)])
+    with tiles_of(16):
+        for i, problem in enumerate(problems):
+            check_all_ranks([problem], [(8, 2, 3, 4, 8, 1)[i % 6]], turn=i)
+    check_all_ranks([Problem(300, 2, 4, 2, 24, dtype=dtype) for dtype in dtypes[:2]], (2, 3, 8))
+
+
+@pytest.mark.thorough
+def test_every_strategy_and_layout() -> None:
+    """All of their combinations, with documents and tiles of 128 rows."""
+    problem = Problem(200, 1, 4, 2, 64, rules=fitted(RULES[6], 200))
+    dtypes = torch.float32, torch.bfloat16
+    check_all_ranks([replace(problem, seed=i, dtype=dtypes[i % 2]) for i in range(10)], (2, 3, 4, 8))
+
+
+def test_whatever_is_packed_beside_a_document() -> None:
+    """A document has the bits that it has alone: at any place, in any batch row, on any number of ranks."""
+    torch.manual_seed(0)
+    lengths = 200, 77, 130
+    for dtype in (torch.float32, torch.bfloat16):
+        documents = [torch.randn(4, 1, length, 4, 16).to(dtype) for length in lengths]
+
+        def attend(x: Tensor, mask: Mask, **where: Any) -> Tensor:
+            q, k, v = (y.clone().requires_grad_() for y in (x[0], x[1, :, :, :2], x[2, :, :, :2]))
+            if where:
+                out = seqpar.replay(q, k, v, mask=mask, deterministic="invariant", **where)
+            else:
+                out = seqpar.attention(q, k, v, mask=mask, strategy="local", deterministic="invariant")
+            return torch.cat([out.detach(), *torch.autograd.grad(out, (q, k, v), x[3])], 2)
+
+        alone = [attend(x, Mask.causal()) for x in documents]
+        packed = torch.cat([torch.cat([documents[i] for i in order], 2) for order in ((0, 1, 2), (2, 0, 1))], 1)
+        mask = Mask.documents([[0, 200, 277, 407], [0, 130, 330, 407]])
+        expected = torch.cat([torch.cat([alone[i] for i in order], 1) for order in ((0, 1, 2), (2, 0, 1))])
+        assert torch.equal(attend(packed, mask), expected)
+        assert torch.equal(attend(packed, mask, ranks=3, layout="zigzag", strategy="ulysses"), expected)
+
+
+@on_ranks
+def attend_on_ranks(group: ProcessGroup) -> list[tuple[str, list[str]]]:
+    """For each case, the tensors of this rank that differ in a bit from one device's."""
+    found = []
+    mask = Mask.documents([[0, 40, 301], [0, 200, 290]], padding=True)
+    problem = Problem(301, 2, 4, 2, 16)
+    for (name, options), layout, dtype in zip(
+        STRATEGIES.items(), LAYOUTS * 2, (torch.float32, torch.bfloat16) * 4, strict=False
+    ):
+        tensors = replace(problem, dtype=dtype).tensors()
+        leaves = [tensors[x].requires_grad_() for x in "qkv"]
+        out, lse = attention(*leaves, mask=mask, strategy="local", **OPTIONS)
+        expected = [out, *torch.autograd.grad(out, leaves, tensors["dout"])]
+        sharding = seqpar.Sharding(301, layout_of(layout, 301, group.size()), group=group)
+        local = [sharding.shard(x).detach().requires_grad_() for x in leaves]
+        where: dict[str, Any] = {**options, "mask": mask, "sharding": sharding}
+        for compiled in (False, True):
+            attend = torch.compile(attention, backend="aot_eager") if compiled else attention
+            if compiled and name != "hybrid":
+                continue
+            mine, mine_lse = attend(*local, **where, **OPTIONS)
+            got = [mine, *torch.autograd.grad(mine, local, sharding.shard(tensors["dout"]))]
+            results = dict(zip(("out", "dq", "dk", "dv"), got, strict=True), lse=mine_lse.mT)
+            of_one = dict(zip(("out", "dq", "dk", "dv"), expected, strict=True), lse=lse.mT)
+            found.append((f"{name} {layout}", different(results, {x: sharding.shard(y) for x, y in of_one.items()})))
+    return found
+
+
+@pytest.mark.parametrize(("world", "shared_memory"), [(2, True), (3, False)])
+def test_real_ranks(pool: Pool, world: int, shared_memory: bool) -> None:
+    for of_rank in pool.run(world, attend_on_ranks, shared_memory=shared_memory):
+        assert len(of_rank) == len(STRATEGIES) + 1
+        assert not [case for case in of_rank if case[1]]
+
+
+def test_values_that_are_not_finite() -> None:
+    """They reach the tokens that see them or that they see, and change no bit of the others."""
+    for name, value in product("qkv", (torch.nan, torch.inf)):
+        problem = Problem(300, 1, 4, 2, 16)
+        expected = differentiate(seqpar.attention, problem, strategy="local")
+        tensors = problem.tensors()
+        tensors[name][0, 140, 0, 3] = value
+        with mock.patch.object(Problem, "tensors", return_value=tensors):
+            results = [
+                differentiate(seqpar.attention, problem, strategy="local"),
+                differentiate(seqpar.replay, problem, ranks=3, layout="striped"),
+            ]
+        for found in results:
+            before = {
+                x: y[:, :, :140] if x == "lse" else y[:, :140] for x, y in found.items() if x in ("out", "lse", "dq")
+            }
+            of_one = {x: expected[x][:, :, :140] if x == "lse" else expected[x][:, :140] for x in before}
+            assert not different(before, of_one), name  # causal: they do not see token 140
+            after = {x: found[x][:, 141:, 1:] for x in ("dk", "dv")}
+            assert not different(after, {x: expected[x][:, 141:, 1:] for x in after}), name  # of the other KV head
+            assert value == torch.inf or not found["out"][0, 140, 0].isfinite().all()
+        names = [x for x in results[0] if not torch.equal(*(y[x].nan_to_num(7.0, 8.0, 9.0) for y in results))]
+        assert not names, f"{name}: {names} differ between one and three ranks"
+
+
+def test_bytes() -> None:
+    """Forward sends K/V, backward sends them again, and q and dout with two float32 numbers of each head."""
+    ranks, tokens, heads, kv_heads, dim, v_dim = 4, 512, 6, 2, 8, 12
+    q, k, v = (
+        torch.randn(1, tokens, *shape).bfloat16().requires_grad_()
+        for shape in ((heads, dim), (kv_heads, dim), (kv_heads, v_dim))
+    )
+    with seqpar.trace() as forward:
+        out = seqpar.replay(q, k, v, ranks=ranks, strategy="hybrid", mask=Mask.full(), deterministic="invariant")
+    with seqpar.trace() as backward:
+        out.sum().backward()
+    kv = (ranks - 1) * tokens * kv_heads * (dim + v_dim) * 2  # of all ranks
+    assert forward.bytes_sent == kv
+    assert backward.bytes_sent == kv + (ranks - 1) * tokens * heads * ((dim + v_dim) * 2 + 2 * 4)
+
+
+def test_what_is_refused() -> None:
+    q = torch.randn(1, 20, 4, 8)
+    weight = torch.randn(4, 12, 8)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("dropped", {"dropout_p": 0.1, "dropout_seed": 1}),
+        ("sinks", {"sinks": torch.zeros(4)}),
+        ("batch row", {"alibi_slopes": torch.ones(1, 4)}),
+        ("several intervals", {"mask": Mask.tree([-1, 0, 0], [8, 6, 6])}),
+    ]
+    for message, options in cases:
+        for attend, where in ((seqpar.attention, {"strategy": "local"}), (seqpar.replay, {"ranks": 2})):
+            with pytest.raises(ValueError, match=f"deterministic='invariant'.*{message}"):
+                attend(q, q, q, **options, **where, deterministic="invariant")
+    latents = torch.randn(1, 20, 1, 8), torch.randn(1, 20, 1, 4)
+    with pytest.raises(ValueError, match="latent_weight"):
+        seqpar.attention(q, *latents, latent_weight=weight, strategy="local", deterministic="invariant")
+    layer, cache = seqpar.LocalAttention(32, 4, deterministic="invariant"), seqpar.KeyValueCache(seqpar.Sharding(3))
+    with torch.no_grad():
+        layer(torch.randn(1, 3, 32), cache=cache)
+        with pytest.raises(ValueError, match="with a cache"):
+            layer(torch.randn(1, 1, 32), cache=cache)
+    for wrong in ("yes", 1, None):
+        with pytest.raises(TypeError, match="True, False or 'invariant'"):
+            seqpar.attention(q, q, q, strategy="local", deterministic=wrong)
+        with pytest.raises(TypeError, match="True, False or 'invariant'"):
+            seqpar.RingAttention(32, 4, deterministic=wrong)
