@@ -344,6 +344,7 @@ def _tasks(backends: Sequence[str], tools: Sequence[str]) -> Iterator[Task]:
                 what = f"values of {name}, {dtype}, head_dim {head_dim}"
                 yield Task("checks", what, 20, "check_values", (False, name, dtype, head_dim), alone=False)
     yield Task("checks", "GEMMs that return float32", 5, "check_gemms", (False,), alone=False)
+    yield Task("checks", "the same bits on any number of ranks", 15, "check_invariant", (False,), alone=False)
     for name in every:
         yield Task("checks", f"strides, {name}", 10, "check_strides", (False, name), alone=False)
         yield Task("checks", f"two streams, {name}", 10, "check_streams", (False, name), alone=False)
@@ -399,6 +400,7 @@ def _smoke_tasks(backends: Sequence[str]) -> Iterator[Task]:
             for function in ("check_strides", "check_streams", "check_graph", "check_large")
         ),
         ("checks", "check_gemms", ()),
+        ("checks", "check_invariant", ()),
         ("ranks", "check_ranks", ("balanced",)),
         *(("checks", "check_transfers", ("reference", gather)) for gather in (False, True)),
         ("kernels", "measure_ceiling", ()),

@@ -17,6 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from gpu_report import Rows
@@ -400,6 +401,32 @@ def check_gemms(rows: Rows, smoke: bool) -> None:
     if (errors := rows.attempt(what, run)) is not None:
         passed = all(error < LIMIT[torch.float32] for error in errors.values())
         rows.add("check", what, errors=errors, ran={}, passed=passed)
+
+
+def check_invariant(rows: Rows, smoke: bool) -> None:
+    """``deterministic="invariant"``: the share of elements whose bits differ between one rank and several, replayed."""
+    what, length = "the same bits on any number of ranks", 150 if smoke else 4099
+    dtype = torch.float32 if smoke else torch.bfloat16
+    where: list[dict[str, Any]] = [{"ranks": 2, "layout": "zigzag", "strategy": "ring"}]
+    if not smoke:
+        where += [{"ranks": 8, "layout": "striped", "strategy": "ulysses"}, {"ranks": 3, "layout": "contiguous"}]
+    mask = seqpar.Mask.documents([0, length // 3, length])
+    shapes = (HEADS, 64), (KV_HEADS, 64), (KV_HEADS, 64)
+    inputs = [normal(BATCH, length, *shape, dtype=dtype).requires_grad_() for shape in shapes]
+    dout = normal(BATCH, length, HEADS, 64, dtype=dtype)
+
+    def results(attend: Any, **options: Any) -> list[Tensor]:
+        out = attend(*inputs, mask=mask, backend="triton", deterministic="invariant", **options)
+        return [out, *torch.autograd.grad(out, inputs, dout)]
+
+    def run() -> dict[str, float]:
+        alone = results(seqpar.attention, strategy="local")
+        found = [results(seqpar.replay, **ranks) for ranks in where]
+        differ = [[float((x != y).double().mean()) for x, y in zip(each, alone, strict=True)] for each in found]
+        return {name: max(each[i] for each in differ) for i, name in enumerate(("out", "dq", "dk", "dv"))}
+
+    if (errors := rows.attempt(what, run)) is not None:
+        rows.add("check", what, errors=errors, ran={}, passed=not any(errors.values()))
 
 
 def two_shapes(rows: Rows) -> None:

@@ -87,3 +87,26 @@ def test_two_ranks(
     two_workers: Pool, strategy: str, layout: str, mask: str, dtype: torch.dtype, features: dict[str, Any]
 ) -> None:
     two_workers.run(2, check_strategy_worker, strategy, layout, mask, dtype, features)
+
+
+@pytest.mark.thorough(dtype=[torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_invariant(dtype: torch.dtype) -> None:
+    """``deterministic="invariant"``: the bits of one rank on two and three, and the values of float64."""
+    torch.manual_seed(7)
+    q, dout = torch.randn(2, 1, 150, 4, 12, dtype=dtype).unbind()
+    k, v = torch.randn(2, 1, 150, 2, 12, dtype=dtype).unbind()
+    make_faster()
+    of_call: dict[str, Any] = {"mask": Mask.documents([0, 20, 150]) & Mask.sliding_window(90), "softcap": 3.0}
+    expected = _gradients(*(x.double() for x in (q, k, v, dout)), strategy="local", **of_call)
+    of_call |= {"deterministic": "invariant", "backend": "triton"}
+    with seqpar.trace() as used:
+        alone = _gradients(q, k, v, dout, strategy="local", **of_call)
+    assert set(used.backends) == {"triton"}
+    for name, x, y in zip(("out", "dq", "dk", "dv"), alone, expected, strict=True):
+        assert_close(x, y, dtype, name)
+    for ranks, layout, strategy in ((2, "zigzag", "ring"), (3, "striped", "ulysses")):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = seqpar.replay(*leaves, ranks=ranks, layout=layout, strategy=strategy, **of_call)
+        found = [out, *torch.autograd.grad(out, leaves, dout)]
+        assert [torch.equal(x, y) for x, y in zip(found, alone, strict=True)] == [True] * 4
