@@ -220,6 +220,7 @@ def test_what_is_refused() -> None:
         ("dropped", {"dropout_p": 0.1, "dropout_seed": 1}),
         ("sinks", {"sinks": torch.zeros(4)}),
         ("batch row", {"alibi_slopes": torch.ones(1, 4)}),
+        ("each group of heads", {"mask": Mask.by_heads([Mask.causal(), Mask.full()])}),
         ("several intervals", {"mask": Mask.tree([-1, 0, 0], [8, 6, 6])}),
     ]
     for message, options in cases:
