@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+import seqpar
+from examples import block_diffusion
+from examples.block_diffusion import BATCH, CLEAN, HIDDEN, LAYERS
 from seqpar import Mask, Sharding, attention
 from seqpar.placement.layout import segments_layout
 
 from ..cases import Batch
-from ..pool import Pool, on_ranks
-from ..reference import assert_close
+from ..pool import OwnPool, Pool, on_ranks, start
+from ..reference import assert_close, rank_positions
 from ..strategy_cases import DISTINCT, STRATEGIES
 
 # Odd lengths, one token, none, and fewer tokens than ranks.
@@ -124,3 +127,27 @@ def test_streams_are_found_once() -> None:
 def test_wrong_arguments_are_refused(lengths: Any, more: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Sharding.segments(lengths, **more)
+
+
+@on_ranks
+def train_by_blocks(group: ProcessGroup, port: int) -> tuple[list[float], Tensor, int]:
+    """The losses, the gradients of the last step and the bytes of a forward."""
+    start(port, f"blocks {group.size()}", group.rank(), group.size())
+    losses, model, sent = block_diffusion.train(seqpar.init_mesh(ring=-1, device_type="cpu"), steps=3)
+    return losses, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]), sent
+
+
+def test_block_diffusion_has_the_losses_and_gradients_of_one_process(own: OwnPool) -> None:
+    """And no noisy row is sent, because each rank has the same whole blocks of both halves."""
+    ((losses, gradients, nothing),) = own.pool.run(1, train_by_blocks, own.port)
+    assert not nothing
+    size, seen = gradients.abs().max(), Mask.block_diffusion(CLEAN, block_diffusion.BLOCK).dense(2 * CLEAN)
+    for world in (2, 4):
+        in_half = (rank_positions(CLEAN, world, rank, "zigzag") for rank in range(world))
+        held = [torch.cat([x, CLEAN + x]) for x in in_half]
+        for rank, (found, grads, sent) in enumerate(own.pool.run(world, train_by_blocks, own.port)):
+            assert_close(found, losses)
+            assert_close(grads / size, gradients / size)
+            wanted = [seen[held[other]].any(0)[held[rank]] for other in range(world) if other != rank]
+            assert not any(x[held[rank] >= CLEAN].any() for x in wanted)
+            assert sent == sum(int(x.sum()) for x in wanted) * BATCH * LAYERS * 2 * HIDDEN * 4
