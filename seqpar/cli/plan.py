@@ -15,7 +15,8 @@ from ..base.checks import check_int
 from ..planner import HARDWARE, MODELS, Choice, Plan
 from ..planner import plan as make_plan
 from ..planner.hardware import hardware_of
-from ..planner.mixes import MIXES, mask_of
+from ..planner.mixes import MIXES, mask_of, prompt_and_answers
+from ..planner.prompts import prompt_sharing
 from ..planner.reasons import human_tokens
 from ..planner.setting import STATE_BYTES
 from ..planner.split import BETWEEN, RECOMPUTE, WITHIN
@@ -37,7 +38,8 @@ def plan(
     mask: Annotated[
         str | None,
         typer.Option(
-            help=f"causal, full, window:N, documents:N (N tokens each), or {', '.join(map('mix:{}'.format, MIXES))}.",
+            help="causal, full, window:N, documents:N (N tokens each), answers:GxN (a prompt, G answers of N each), "
+            f"or {', '.join(map('mix:{}'.format, MIXES))}.",
             show_default="causal, or full for a model whose attention is not",
         ),
     ] = None,
@@ -125,6 +127,10 @@ def plan(
     else:
         for line in table(made, mask or ("causal" if made.model.causal else "full"), rows):
             typer.echo(line)
+        if mask is not None and mask.startswith("answers:"):
+            found = prompt_sharing(*prompt_and_answers(mask, tokens), ranks=rows[0].degrees["ring"], tile=machine.tile)
+            for line in textwrap.wrap(str(found), _WIDTH):
+                typer.echo(line)
     if not made.choices[0].possible:
         raise CommandError(f"nothing fits: {made.shortage}")
 

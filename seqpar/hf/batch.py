@@ -363,11 +363,11 @@ class BatchSpec:
         self.tensors = {n: x for n, x in entries.items() if isinstance(x, Tensor) and tuple(x.shape[:2]) == shape}
         self.others = {name: x for name, x in entries.items() if name not in self.tensors}
         self.places: Tensor | None = None
-        windows = any(layer[1] is not None for layer, _ in cut.layers)
+        window = min((layer[1] for layer, _ in cut.layers if layer[1] is not None), default=None)
         if prompts is not None:
-            self._share(_tree_of(prompts, shape, windows))
+            self._share(_tree_of(prompts, shape, window))
         elif cut.share_prompts:
-            tree = self._tree(documents, ranges, windows)
+            tree = self._tree(documents, ranges, window)
             _check_predicted(self.tensors.get("labels"), tree.places)
             self.tensors = {name: tree.store(x) for name, x in self.tensors.items()}
             self.rows, self.seq_len, self.places = 1, len(tree.stored), tree.places
@@ -441,8 +441,8 @@ class BatchSpec:
             counted = tree.copies[labels.cpu() != IGNORE_INDEX]
             self.num_items, self.copied = int(counted.sum()), bool((counted > 1).any())
 
-    def _tree(self, documents: Boundaries | None, ranges: TokenRanges | None, windows: bool) -> TokenTree:
-        """The tree of the documents in all rows."""
+    def _tree(self, documents: Boundaries | None, ranges: TokenRanges | None, window: int | None) -> TokenTree:
+        """The tree of the documents in all rows. ``window`` is the smallest one of the model's layers."""
         for name, x in self.tensors.items():
             if x.dim() > 2 or x.is_floating_point():
                 raise ValueError(
@@ -459,6 +459,7 @@ class BatchSpec:
                 )
             start, stop = (0, length) if ranges is None else ranges[row]
             spans += [(row * length + max(a, start), row * length + min(b, stop)) for a, b in pairwise(edges)]
+        windows = window is not None and any(stop - start > window for start, stop in spans)
         return TokenTree.of(torch.stack([x.cpu().long() for x in self.tensors.values()], -1), spans, windows)
 
     @property
@@ -504,15 +505,18 @@ def _check_predicted(labels: Tensor | None, places: Tensor) -> None:
         )
 
 
-def _tree_of(prompts: Any, shape: tuple[int, int], windows: bool) -> TokenTree:
+def _tree_of(prompts: Any, shape: tuple[int, int], window: int | None) -> TokenTree:
     """The tree of the entry ``PROMPTS`` of a batch of the ``shape``."""
     if not isinstance(prompts, SharedPrompts) or shape != tuple(prompts.labels.shape):
         got = tuple(prompts.labels.shape) if isinstance(prompts, SharedPrompts) else type(prompts).__name__
         raise ValueError(
             f"{PROMPTS}: {got}, but the tokens have the shape {shape}; pass the unchanged batch of share_prompts(...)"
         )
-    if windows and not prompts.tree.windows:
-        raise ValueError(f"{PROMPTS}: the model has layers with windows; pass windows=True to share_prompts")
+    if window is not None and not prompts.tree.windows and window <= (longest := int(prompts.position_ids.max())):
+        raise ValueError(
+            f"{PROMPTS}: the model has layers with a window of {window} tokens, and a sequence has {longest + 1}; pass "
+            "windows=True to share_prompts"
+        )
     return prompts.tree
 
 

@@ -53,8 +53,8 @@ class TokenTree:
         Args:
             keys: integers ``[rows, seq, columns]``. Tokens with other keys are not shared.
             spans: the first token of each sequence and one past its last, as indices of ``rows * seq`` tokens.
-            windows: whether layers have windows. A tree then has at most ``MOST_PARTS`` leaves, and what more sequences
-                share is stored several times.
+            windows: whether layers have windows that are shorter than a sequence. A tree then has at most
+                ``MOST_PARTS`` leaves, and what more sequences share is stored several times.
         """
         tree = _Growing(keys.flatten(0, 1).cpu().numpy())
         tree.grow([span for span in spans if span[0] < span[1]], 0, -1, 0, MOST_PARTS if windows else None)
@@ -143,8 +143,8 @@ def share_prompts(
         sequences: the tokens of each prompt, as lists of ints or int64 tensors ``[length]``. Without ``answers``: of
             each whole sequence.
         answers: for each prompt its answers, likewise. Only their tokens are labels.
-        windows: whether layers of the model have sliding windows. Prompts with more than 16 answers are then stored
-            once for each 16 of them.
+        windows: whether layers of the model have sliding windows that are shorter than a sequence. Prompts with more
+            than 16 answers are then stored once for each 16 of them.
 
     Returns:
         A ``SharedPrompts``. Its rollouts are the answers, prompt after prompt, or the sequences. Its tokens per

@@ -16,6 +16,7 @@ from .memory import MemoryUse
 from .mixer import Mixer
 from .mlp import CrossAttention, Mlp
 from .model import MODELS
+from .prompts import PromptSharing, prompt_sharing
 from .shape import Layer, ModelShape
 from .split import Switches
 from .step import Choice
@@ -33,7 +34,9 @@ __all__ = [
     "Mlp",
     "ModelShape",
     "Plan",
+    "PromptSharing",
     "SelfAttention",
     "Switches",
     "plan",
+    "prompt_sharing",
 ]

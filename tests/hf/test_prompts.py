@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.utils.rnn import pad_sequence
 
 pytest.importorskip("transformers")
 
@@ -19,6 +20,7 @@ import seqpar
 import seqpar.hf
 from seqpar.hf.prompts import SharedPrompts
 from seqpar.masks.mask import layer_mask
+from seqpar.planner.prompts import prompt_sharing, tree_of
 
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
@@ -202,15 +204,15 @@ BATCHES = {"left": padded("left", False), "right": padded("right", True), "packe
 SETTINGS = {
     1: [("llama", "ring-zigzag", "right")],
     2: [("qwen3_moe", "ring-zigzag", "right"), ("mistral", "all_gather-striped", "left")],
-    4: [("llama", "ring-zigzag", "packed"), ("gemma2", "hybrid-zigzag", "right"), ("gpt_oss", "ring-zigzag", "left")],
+    4: [("llama", "balanced", "packed"), ("gemma2", "hybrid-zigzag", "right"), ("gpt_oss", "ring-zigzag", "left")],
 }
 
 
 @on_ranks
 def trained_on_rows(group: ProcessGroup, cases: list[tuple[str, str, str, Result, dict[str, Any]]]) -> None:
     for kind, name, how, result, outputs in cases:
-        arguments, batch = {"group": group, **PARALLELIZE[name], "share_prompts": True}, BATCHES[how]
-        model = seqpar.hf.parallelize(tiny(kind), **arguments)
+        arguments: Any = PARALLELIZE.get(name, {"layout": name})
+        model, batch = seqpar.hf.parallelize(tiny(kind), group=group, share_prompts=True, **arguments), BATCHES[how]
         check_step(group, model, batch, result, kind, name, how)
         assert model._seqpar.last_sharding.seq_len < 0.75 * batch["input_ids"].numel()
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
@@ -266,6 +268,10 @@ def test_a_row_has_the_tokens_of_every_sequence(sequences: Tokens, windows: bool
 
 
 def test_rollouts_that_share_everything_or_nothing() -> None:
+    for prompt in (1, 5):  # what the planner counts: answers that begin with different tokens
+        row = seqpar.hf.share_prompts([[3] * prompt], [[[7], [8, 8, 8], [9, 9]]])
+        assert row.mask.dense(row.labels.shape[1]).equal(tree_of(prompt, [1, 3, 2]).dense(row.labels.shape[1]))
+        assert prompt_sharing(prompt, [1, 3, 2]).tokens[0] == row.labels.shape[1]
     rollouts = seqpar.hf.share_prompts([[5, 6, 7]], [[[8, 9]] * 3])
     assert (rollouts.input_ids.tolist(), rollouts.tree.copies.tolist()) == ([[5, 6, 7, 8, 9]], [[3] * 5])
     assert rollouts.labels.tolist() == [[-100, -100, 8, 9, -100]]
@@ -320,8 +326,14 @@ def test_rollouts_are_refused_by_other_models() -> None:
     rollouts = seqpar.hf.share_prompts(*rollouts_of())
     with pytest.raises(ValueError, match="share_prompts: Qwen3_5ForCausalLM: it has layers with recurrent states"):
         seqpar.hf.token_log_probs(seqpar.hf.parallelize(tiny("qwen3_5")), rollouts)
-    with pytest.raises(ValueError, match="layers with windows; pass windows=True to share_prompts"):
+    with pytest.raises(ValueError, match="a window of 9 tokens, and a sequence has 28; pass windows=True"):
         seqpar.hf.token_log_probs(seqpar.hf.parallelize(tiny("mistral")), rollouts)
+    model = seqpar.hf.parallelize(tiny("llama"))
+    with pytest.raises(ValueError, match="seqpar_prompts: verify compares whole rows"):
+        seqpar.hf.verify(model, rollouts.batch)
+    model.loss_function = lambda logits, labels, **kwargs: logits.sum()
+    with pytest.raises(ValueError, match=r"a loss function of your own gets the unshifted labels; .*share_prompts"):
+        model(**rollouts.batch)
     model = seqpar.hf.parallelize(tiny("llama"), outputs="local")
     with pytest.raises(ValueError, match="outputs='local': rollouts that share prompts"):
         seqpar.hf.token_log_probs(model, rollouts)
@@ -329,6 +341,31 @@ def test_rollouts_are_refused_by_other_models() -> None:
         model(**rollouts.batch, use_cache=True)
     with pytest.raises(ValueError, match=r"seqpar_prompts: .*pass the unchanged batch of share_prompts"):
         model(**{**rollouts.batch, "input_ids": rollouts.input_ids[:, 1:], "position_ids": None, "shift_labels": None})
+
+
+def test_many_answers_in_windows() -> None:
+    """A prompt is stored again for each 16 of its answers, if a window ends in it."""
+    prompt, answers = group_of(3, answers=18)
+    with torch.no_grad():
+        expected = one_by_one(tiny("mistral"), [prompt], [answers])[0]
+        rollouts = seqpar.hf.share_prompts([prompt], [answers], windows=True)
+        assert rollouts.tree.copies.max() == 16
+        assert_close(seqpar.hf.token_log_probs(seqpar.hf.parallelize(tiny("mistral")), rollouts), expected)
+        wide = seqpar.hf.parallelize(tiny("mistral", sliding_window=25), share_prompts=True)
+        rows = pad_sequence([torch.tensor(prompt + answer) for answer in answers], batch_first=True)
+        log_probs = seqpar.hf.token_log_probs(wide, {"input_ids": rows, "attention_mask": rows != 0})
+        assert wide._seqpar.last_sharding.seq_len < rollouts.labels.shape[1]
+        assert_close(
+            log_probs[:, len(prompt) - 1 :], one_by_one(tiny("mistral", sliding_window=25), [prompt], [answers])[0]
+        )
+
+
+def test_plans_of_a_loader() -> None:
+    model = seqpar.hf.parallelize(tiny("mistral"), share_prompts=True)
+    batch = seqpar.hf.PlanCollator(model, lambda examples: BATCHES["right"])([])
+    with torch.no_grad():
+        assert model(**batch).loss == model(**BATCHES["right"]).loss
+    assert layer_mask(batch["seqpar_mask"], True, 9, None).branches
 
 
 @on_ranks
@@ -367,6 +404,17 @@ def fused_outputs(kind: str) -> tuple[dict[str, Tensor], Result]:
     with torch.no_grad():
         output = model(**BATCHES["right"], fused_lm_head=True, output_router_logits=True)
     return {name: output[name] for name in fields}, rounded(model, step)
+
+
+@on_ranks
+def rollouts_of_each_rank(group: ProcessGroup) -> None:
+    model = seqpar.hf.parallelize(tiny("llama"), group=group, batches="per_rank")
+    with pytest.raises(ValueError, match="seqpar_prompts: not supported with batches='per_rank'; pass whole rows"):
+        seqpar.hf.token_log_probs(model, seqpar.hf.share_prompts(*rollouts_of()))
+
+
+def test_rollouts_of_each_rank_are_refused(pool: Pool) -> None:
+    pool.run(2, rollouts_of_each_rank)
 
 
 @on_ranks

@@ -25,6 +25,7 @@ from seqpar.planner.choose import is_equal
 from seqpar.planner.mixes import document_mix, mask_of
 from seqpar.planner.model import MODELS
 from seqpar.planner.part import LayerPart, PartRow
+from seqpar.planner.prompts import prompt_sharing
 from seqpar.planner.setting import WEIGHTS, Setting
 from seqpar.planner.split import BETWEEN, WITHIN, Split, Switches
 from seqpar.planner.splits import allowed_switches, settings
@@ -399,3 +400,40 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeyp
     with pytest.raises(CommandError, match=r"nothing fits: .* at least 16 GPUs") as error:
         plan_command("llama3-70b", "128K", 8)
     assert error.value.code == 1
+
+
+def test_sharing_a_prompt() -> None:
+    """Tokens, pairs and received rows are those of the masks, counted one by one."""
+    prompt, answers, ranks = 37, [5, 11, 5], 2
+    found = prompt_sharing(prompt, answers, ranks=ranks, layout="contiguous", tile=1)
+    tree = Mask.tree([-1, 0, 0, 0], [36, 6, 12, 6])
+    rows = [tree, *(Mask.causal() for _ in answers)]
+    lengths = [60, *(prompt + x for x in answers)]
+    assert found.tokens == (60, sum(lengths[1:]))
+    pairs, received = [[0, 0], [0, 0]], [[0, 0], [0, 0]]
+    for mask, length in zip(rows, lengths, strict=True):
+        seen, half = mask.dense(length), -(-length // 2)
+        for rank, mine in enumerate((slice(0, half), slice(half, length))):
+            pairs[mask != tree][rank] += int(seen[mine].sum())
+            received[mask != tree][rank] += int(seen[mine].any(0).sum() - seen[mine, mine].any(0).sum())
+    assert found.pairs == (max(pairs[0]), max(pairs[1]))
+    assert found.rows_received == (max(received[0]), max(received[1]))
+    assert found.pays and str(found).startswith("share_prompts pays: tokens 60 instead of 132, ")
+    for lengths in ([100], [100] * 8):  # nothing to share, or tiles of which little is seen
+        assert "does not pay" in str(prompt_sharing(2, lengths))
+    for wrong, words in (((0, [1]), "prompt=0"), ((1, []), "answers=.*expected at least one"), ((1, [0]), "answers=0")):
+        with pytest.raises(ValueError, match=words):
+            prompt_sharing(*wrong)
+    with pytest.raises(ValueError, match="rows of prompt and answer of at least 8 tokens"):
+        prompt_sharing(3, [4], ranks=8)
+
+
+def test_the_command_says_whether_sharing_pays(capsys: pytest.CaptureFixture[str]) -> None:
+    assert mask_of("answers:2x4", 20) == Mask.tree([-1, 0, 0], [10, 5, 5])
+    for text in ("answers", "answers:4", "answers:0x4", "answers:4x", "answers:4x5x6"):
+        with pytest.raises(ValueError, match=f"mask='{text}': expected answers and the tokens of each one"):
+            mask_of(text, 1000)
+    with pytest.raises(ValueError, match="a sequence of 19 tokens leaves none for the prompt"):
+        mask_of("answers:4x4", 19)
+    plan_command("llama3-8b", "98319", 8, mask="answers:16x4096")
+    assert "share_prompts pays: tokens 98,319 instead of 589,824" in " ".join(capsys.readouterr().out.split())

@@ -31,6 +31,7 @@ from ..batch import BOUNDARY_NAMES, tokens_of
 from ..inspection.support import parameters_of
 from ..losses.logits import MissingLogits
 from ..mechanisms.key_values import disable_latent_kv, enable_latent_kv, has_latent_kv
+from ..prompts import PROMPTS
 from ..state import NAME, FullCall, Patch
 from .full_batch import PER_TOKEN, finish_call, generates, has_more_than_text, has_streams, merges, shard_call
 
@@ -168,6 +169,11 @@ class _RankArguments:
         self.values: dict[str, Any] = {}
         for name in sorted(name for name, x in kwargs.items() if x is not None):
             x = kwargs[name]
+            if name == PROMPTS:
+                raise ValueError(
+                    f"{PROMPTS}: not supported with batches='per_rank'; pass whole rows, and share_prompts=True to "
+                    "parallelize"
+                )
             if name in BOUNDARY_NAMES:
                 raise ValueError(
                     f"{name}: not supported with batches='per_rank'; give position_ids that restart at each document "

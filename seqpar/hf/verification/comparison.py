@@ -22,6 +22,7 @@ from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, UNUSED_NAMES, BatchSpec, token
 from ..calls.attention import window_and_chunk
 from ..calls.full_batch import has_more_than_text, merges, without_image_positions
 from ..inspection.support import parameters_of, pools_last_token, predicts_in_place
+from ..prompts import PROMPTS
 from ..state import Patch
 from .recording import Recording, TensorPlace
 
@@ -45,6 +46,10 @@ class FullBatch:
 
     def __init__(self, batch: Mapping[str, Any], patch: Patch, root: PreTrainedModel) -> None:
         tokens, entries = tokens_of(batch, "give verify the full batch"), dict(batch)
+        if entries.get(PROMPTS) is not None:
+            raise ValueError(
+                f"{PROMPTS}: verify compares whole rows; give it some rollouts as rows, each one behind its prompt"
+            )
         rows, self.seq_len = tokens.shape[:2]
         shape = (rows, self.seq_len)
         # With "balanced", the documents that ``hf/batch.py`` finds decide which tokens a rank holds, but no result.

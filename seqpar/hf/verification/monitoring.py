@@ -107,6 +107,8 @@ class _Monitor:
         full = dict(batch)
         if not isinstance(shard := full.pop("seqpar", None), BatchShard):
             return batch
+        if shard.mask.branches:
+            raise ValueError("seqpar: a batch whose rows share prompts cannot be verified; verify whole rows")
         if shard.in_place is not None:
             full["labels"] = shard.in_place[0]
         elif "labels" in full:
