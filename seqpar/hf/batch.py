@@ -46,6 +46,12 @@ PLANNED = "seqpar_mask"
 # longest documents' lengths follow from the boundaries; ``seq_idx`` is compared with them.
 UNUSED_NAMES = ("max_length_q", "max_length_k", "seq_idx", PLANNED)
 
+# The entries with the tokens of a decoder beside an encoder, and how the names of the decoder's entries begin. The
+# labels are the decoder's too, and all other entries are the encoder's.
+DECODER_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds")
+_DECODER = "decoder_"
+_LABELS = ("labels", "shift_labels")
+
 Boundaries = list[tuple[int, ...]]  # for each row, the boundaries of its documents, starting with 0
 TokenRanges = list[tuple[int, int]]  # for each row, the first token that is not padding, and one past the last
 # A layout for batches: of any sequence, or "balanced", which is made for each batch from its documents.
@@ -220,6 +226,9 @@ def shard_batch(
               of the documents, optional.
             * ``attention_mask [batch, seq]``, optional: 0 for padding, at the start or the end of a row.
             * Other tensors ``[batch, seq, ...]`` are sharded too. All other entries are returned unchanged.
+            * With ``decoder_input_ids`` or ``decoder_inputs_embeds``, for an encoder-decoder model, the labels and the
+              entries whose names begin with ``decoder_`` are sharded, as above. All other entries are the encoder's,
+              and are returned unchanged.
         mesh: the mesh that was given to ``parallelize``.
         group: the process group that was given to ``parallelize``.
         layout: the layout that was given to ``parallelize``; "zigzag" by default, "balanced" for packed documents.
@@ -231,7 +240,8 @@ def shard_batch(
 
     Returns:
         ``input_ids``, ``position_ids`` and ``labels``, each ``[batch, seq_local]``, and ``seqpar``, a ``BatchShard``
-        with the mask. There is no ``attention_mask``, because the mask contains the padding.
+        with the mask. There is no ``attention_mask``, because the mask contains the padding. For an encoder-decoder
+        model the same with ``decoder_`` in front, beside the encoder's entries.
 
     Raises:
         TypeError: the batch is not a mapping.
@@ -345,7 +355,8 @@ class BatchSpec:
     """
 
     def __init__(self, batch: Mapping[str, Any] | None, cut: BatchCut, shift_labels: bool | None = None) -> None:
-        tokens, entries = tokens_of(batch, "give shard_batch the full batch"), dict(batch or {})
+        entries, encoder = _split_encoder(batch)
+        tokens = tokens_of(entries, "give shard_batch the full batch")
         self.rows, self.seq_len = tokens.shape[:2]
         planned = entries.pop(PLANNED, None)
         attention_mask = entries.pop("attention_mask", None)
@@ -356,6 +367,11 @@ class BatchSpec:
         self.copied = False  # whether some token with a label stands for several tokens
         prompts = entries.pop(PROMPTS, None)
         documents = self._parse_positions(entries, tokens.device, ranges, attention_mask is not None)
+        if documents is not None and encoder is not None:
+            raise ValueError(
+                "decoder_position_ids, cu_seq_lens: a row has several documents, but its cross-attentions would see "
+                "the whole input of the encoder; pack no documents, give them rows of their own"
+            )
         self.mask = batch_mask(documents, ranges, self.seq_len)
         self.valid = None if ranges is None else attention_mask != 0
         self._parse_labels(entries, shift_labels)
@@ -375,6 +391,9 @@ class BatchSpec:
         if planned == self.mask:  # otherwise the batch was changed after it was planned
             self.mask = planned
         self.tokens = cut.tokens(self.seq_len, self.mask)
+        if encoder is not None:
+            self.tensors, self.others = map(_of_decoder, (self.tensors, self.others))
+            self.others.update(encoder)
 
     def _parse_positions(
         self, entries: dict[str, Any], device: torch.device, ranges: TokenRanges | None, masked: bool
@@ -520,6 +539,22 @@ def _tree_of(prompts: Any, shape: tuple[int, int], window: int | None) -> TokenT
     return prompts.tree
 
 
+def _split_encoder(batch: Any) -> tuple[Any, dict[str, Any] | None]:
+    """The entries of a batch that are sharded, or may be, as of a model with one sequence; and an encoder's entries."""
+    if not isinstance(batch, Mapping) or all(batch.get(name) is None for name in DECODER_TOKENS):
+        return (dict(batch) if isinstance(batch, Mapping) else batch), None
+    names = [name for name in batch if name.startswith(_DECODER) or name in (*_LABELS, PLANNED, "seqpar")]
+    encoder = {name: x for name, x in batch.items() if name not in names}
+    for name in (*BOUNDARY_NAMES, PROMPTS):
+        if encoder.get(name) is not None:
+            raise ValueError(f"{name}: rows of an encoder-decoder model cannot hold several documents; leave it out")
+    return {name.removeprefix(_DECODER): batch[name] for name in names}, encoder
+
+
+def _of_decoder(entries: dict[str, Any]) -> dict[str, Any]:
+    return {name if name in _LABELS else _DECODER + name: x for name, x in entries.items()}
+
+
 def _scatter(spec: BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str, Any]:
     """Send each rank its part of the batch, which only rank 0 has."""
 
@@ -532,7 +567,7 @@ def _scatter(spec: BatchSpec | None, seed: int, group: ProcessGroup) -> dict[str
 
     parts: list[Any] = [None] * group.size()
     if spec is not None:  # a pickled tensor of cuda:0 would arrive on cuda:0 of every host
-        device = spec.tensors["position_ids"].device.type
+        device = next(x for name, x in spec.tensors.items() if name.endswith("position_ids")).device.type
         parts = [(device, moved(spec.shard(rank, seed), "cpu")) for rank in range(group.size())]
     received: list[Any] = [None]
     with waiting("shard_batch", group):

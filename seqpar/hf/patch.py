@@ -43,6 +43,7 @@ from .calls.per_rank import call_with_all_batches
 from .inspection.support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
 from .inspection.trial import Trial
 from .losses.loss import replace_loss_function, replace_router_loss, restore_loss_function
+from .mechanisms.encoders import ATTENDS_ACROSS, check_settings, has_encoder, positional_embeddings
 from .mechanisms.indexers import replace_indexers
 from .mechanisms.key_values import disable_latent_kv, enable_latent_kv
 from .mechanisms.mixers import replace_mixers
@@ -164,6 +165,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
         raise TypeError(f"model={type(model).__name__}: it holds no transformers model (PreTrainedModel)")
     check_adapters(model.modules())
     refuse_shards(model, placement.sequence_group)
+    for root in filter(has_encoder, roots):
+        check_settings(settings, type(root).__name__)
     trials = {root: check_model(root) for root in roots}
     layers = {module: None for trial in trials.values() for module in trial.attention_modules}
     loss_ranks = None if placement.sequence_group is None else all_ranks_group(mesh, group)
@@ -176,17 +179,23 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
             scale_of(settings, scaling, f"layer {name!r}")
     texts = [text_model(root) for root in roots]
     patch.implementation = masks_like(roots[0])
+    patch.attention = texts[0].config._attn_implementation
+    patch.has_encoder = any(map(has_encoder, roots))
     with patch.undo as undo:
         _replace_configs(model, {module for text in texts for module in text.modules()}, patch)
         for module in (*roots, *layers):
             undo.enter_context(replaced(module, _seqpar=patch))
             patch.modules.append(module)
+        for trial in trials.values():
+            for module, function in trial.across.items():
+                undo.enter_context(replaced(module, _seqpar=patch, **{ATTENDS_ACROSS: function}))
+                patch.modules.append(module)
         for layer in layers:
             enable_latent_kv(layer)
             patch.undo.callback(disable_latent_kv, layer)
         replace_indexers([*layers], patch, lambda layer, shard: full_mask_in_layer(layer, shard, patch))
         for root, trial in trials.items():
-            undo.enter_context(replaced(root, _seqpar_loss=trial.loss))
+            undo.enter_context(replaced(root, _seqpar_loss=trial.loss, _seqpar_from_labels=trial.from_labels))
             for module in (m for m in root.modules() if hasattr(m, "layerdrop")):
                 patch.undo.callback(module.register_forward_pre_hook(check_layerdrop).remove)
             replace_mixers(root, trial.mixers, patch)
@@ -242,21 +251,23 @@ def _replace_configs(model: nn.Module, sharded: set[nn.Module], patch: Patch) ->
 
     The original configs are not changed, because another model may have been created from them.
     """
-    memo: dict[int, Any] = {}
-    copies: dict[int, PreTrainedConfig] = {}  # by the original's id
+    memos: tuple[dict[int, Any], ...] = {}, {}
+    copies: dict[tuple[int, bool], PreTrainedConfig] = {}  # by the original's id
+    encoders = {m for root in _root_models(model) if has_encoder(root) for m in root.modules()} - sharded
     for module in model.modules():
+        apart = module in encoders  # an encoder may share its config with the decoder
         for name, original in [*vars(module).items()]:
             if not isinstance(original, PreTrainedConfig):
                 continue
-            if id(original) not in copies:
-                ours = copies[id(original)] = copy.deepcopy(original, memo)
+            if (id(original), apart) not in copies:
+                ours = copies[id(original), apart] = copy.deepcopy(original, memos[apart])
                 if module in sharded:
                     ours._attn_implementation = NAME
                 elif ours._attn_implementation == NAME:  # from_pretrained sets it for towers too, which are not sharded
                     ours._attn_implementation_internal = "sdpa"
                 patch.config_copies.append((original, ours))
                 patch.undo.callback(_copy_new_values, original, ours, dict(vars(ours)))
-            patch.undo.enter_context(replaced(module, **{name: copies[id(original)]}))
+            patch.undo.enter_context(replaced(module, **{name: copies[id(original), apart]}))
 
 
 def _copy_new_values(original: PreTrainedConfig, ours: PreTrainedConfig, first_values: dict[str, Any]) -> None:
@@ -281,6 +292,8 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     text = text_model(root)
     if text is not root:
         before(text, before_text_model)
+    for module in positional_embeddings(text) if has_encoder(root) else ():
+        before(module, forward.before_positional_embedding)
     for module in filter(forward.depends_on_length, text.modules()):
         patch.depends_on_length = True
         before(module, forward.before_rope)
@@ -294,6 +307,6 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     if pools_last_token(root):
         after(root.score, forward.after_score)
     # One rank generates alone if its states are of kinds that a sharded prompt does not keep.
-    if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.has_mixers or patch.has_indexers:
+    if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.kept_by_none:
         patch.undo.callback(replace_forward(root, OWNER, call_with_all_batches, "_call_impl"))
     forward.watch_head(root, patch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -83,6 +84,28 @@ def _set_states(states: tuple[Any, Any, Any]) -> None:
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
+
+
+@contextmanager
+def same_random_numbers(seed: int, devices: Iterable[torch.device]) -> Iterator[None]:
+    """In the block, the generators of Python, NumPy, PyTorch and of ``devices`` start with ``seed``.
+
+    Afterwards they are as before.
+    """
+    generators = {device: torch.get_device_module(device) for device in devices if device.type not in ("cpu", "meta")}
+    before, on_devices = _states(), {device: module.get_rng_state(device) for device, module in generators.items()}
+    try:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        for device, module in generators.items():
+            with module.device(device):
+                module.manual_seed(seed)
+        yield
+    finally:
+        _set_states(before)
+        for device, state in on_devices.items():
+            generators[device].set_rng_state(state, device)
 
 
 class SeedAlike:

@@ -115,6 +115,8 @@ class Patch:
     calls: int = 0  # with a full batch, the same on every rank
     seed: int = 0  # of attention dropout in these calls, the same on every rank
     depends_on_length: bool = False  # whether the largest position changes the frequencies of a rotary embedding
+    attention: str = ""  # the name of the attention function of the text model before ``parallelize``
+    has_encoder: bool = False  # whether a model is an encoder-decoder model, whose decoder is sharded
     has_mixers: bool = False  # whether layers mix tokens by the functions of ``mixers``
     has_indexers: bool = False  # whether layers attend to keys that an indexer chooses
     needs_wrapper: bool = False  # whether an Accelerator must wrap the model for training, and has not yet
@@ -126,6 +128,15 @@ class Patch:
     @property
     def ranks(self) -> int:
         return size_of(self.sequence_group)
+
+    @property
+    def kept_by_none(self) -> str:
+        """What the models have whose states a sharded prompt does not keep. Empty if there is nothing."""
+        if self.has_encoder:
+            return "an encoder and cross-attentions"
+        return (
+            "layers with recurrent states" if self.has_mixers else self.has_indexers * "indexers with keys of their own"
+        )
 
     @property
     def rank(self) -> int:
@@ -232,6 +243,14 @@ class Forward:
     labels_version: int = 0
     noise: tuple[nn.Module, float] | None = None  # the embedding that adds NEFTune's noise, and its alpha
     targets: Tensor | None = None  # this rank's shifted labels, if the caller wants log-probabilities, not a loss
+    # Until the sharded text model starts, if other modules run on their whole input before: what ends the block in
+    # which the ranks draw the same random numbers.
+    alike: ExitStack = field(default_factory=ExitStack)
+    # Of an encoder-decoder model: the position_ids of the decoder, [batch, seq_local], and the mask of the encoder's
+    # states that the decoder got, bool [batch, seq of the encoder], which is ``unmasked`` if the model gave it none.
+    decoder_positions: Tensor | None = None
+    states_mask: Tensor | None = None
+    unmasked_states: bool = False
 
     @property
     def batch_shard(self) -> PlacedShard | None:

@@ -292,9 +292,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "positions": (
         lambda: small("OPTForCausalLM", "OPT", **OPT), "OPTForCausalLM: without position_ids it counts"
     ),
-    "two sequences": (
+    "relative bias": (
         lambda: small("T5ForConditionalGeneration", "T5", d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2),
-        "encoder-decoder",
+        r"SelfAttention' \(T5Attention\) adds a trained bias of the distance of two tokens to its scores",
     ),
     "state space": (
         lambda: small("MambaForCausalLM", "Mamba", hidden_size=16, num_hidden_layers=1, state_size=4),

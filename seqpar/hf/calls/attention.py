@@ -37,6 +37,7 @@ from ...sharding.spec import REPLICATED, AttentionSpec, constant_float, constant
 from ...strategies.attend import attend
 from ..batch import BatchShard, PlacedShard
 from ..inspection.support import text_model
+from ..mechanisms.encoders import ATTENDS_ACROSS, has_encoder, mask_of_states
 from ..mechanisms.indexers import IndexedMask, attend_to_chosen
 from ..mechanisms.key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
 from ..state import DecodeShard, Forward, Patch, Settings, forwards, shards_text_model
@@ -85,6 +86,12 @@ def attention_forward(
     name = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
     if not isinstance(patch, Patch):
         raise ValueError(f"{name}: attn_implementation 'seqpar' is set by seqpar.hf.parallelize(model); call that")
+    if (function := getattr(module, ATTENDS_ACROSS, None)) is not None:
+        given: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        given |= {"s_aux": s_aux, "is_causal": is_causal, "position_bias": position_bias, **kwargs}
+        given["position_ids"] = None  # transformers would look for packed documents in this rank's positions
+        given = {option: x for option, x in given.items() if x is not None}
+        return function(module, query, key, value, attention_mask, dropout=dropout, **given)[0], None
     for argument, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
         if x is not None and not isinstance(x, IndexedMask):
             raise ValueError(
@@ -323,11 +330,18 @@ def no_mask(
     mask_function: MaskFunction | None = None,
     device: torch.device | None = None,
     **kwargs: Any,
-) -> Mask | None:
+) -> Any:
     """The mask function of the interface. It makes no dense mask: ``seqpar.Mask`` holds the padding and documents.
 
-    In a model that merges images into its text, it returns the mask of the batch for ``before_text_model``.
+    In a model that merges images into its text, it returns the mask of the batch for ``before_text_model``. The masks
+    of cross-attentions to an encoder's states are transformers' own.
     """
+    if attention_mask is not None and not torch.compiler.is_compiling():
+        forward = forwards.now
+        if forward is not None and attention_mask is forward.states_mask:
+            sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length, "device": device}
+            arguments = {"attention_mask": attention_mask, "mask_function": mask_function, **sizes, **kwargs}
+            return mask_of_states(forward, arguments)
     if shards_text_model[0]:
         return _mask_of_call(mask_function, batch_size, q_length, attention_mask, device)
     if attention_mask is not None and not bool(attention_mask.all()):
@@ -335,7 +349,10 @@ def no_mask(
             raise ValueError(
                 "cache: a static cache cannot be sharded; leave cache_implementation out, or pass DynamicCache()"
             )
-        raise ValueError(f"attention_mask: it has padding, but {WITHOUT_HOOKS}")
+        why = WITHOUT_HOOKS
+        if forwards.now is not None and has_encoder(forwards.now.model):
+            why = "decoder_attention_mask was not given, so that the decoder takes pad tokens for padding; pass it"
+        raise ValueError(f"attention_mask: it has padding, but {why}")
     if not torch.compiler.is_compiling():
         _check_known(mask_function, batch_size, q_length, device)
     return None
@@ -366,7 +383,7 @@ def _check_known(function: MaskFunction | None, rows: int, length: int, device: 
     forward = forwards.now
     if function is None or forward is None or _is_known(function, forward):
         return
-    if text_model(cast(Any, forward.model)) is not forward.model:
+    if text_model(cast(Any, forward.model)) is not forward.model and not has_encoder(forward.model):
         tokens = torch.device(device or "cpu")
         if length < 2 or not any(_blocks(_unpacked(function), rows, length, tokens)):
             return

@@ -23,7 +23,7 @@ from ...layers.holders import refuse_shards
 from ...masks.rules import Documents
 from ...memory.zero import is_hook_of_zero_3
 from ...patching.forwards import replace_forward, replaced_by, restore_forward
-from ..batch import BatchShard
+from ..batch import DECODER_TOKENS, BatchShard
 from ..inspection.support import (
     cache_of,
     check_adapters,
@@ -32,9 +32,12 @@ from ..inspection.support import (
     pools_last_token,
     predicts_in_place,
     recomputes,
+    text_model,
 )
 from ..losses.logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
 from ..losses.loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
+from ..mechanisms.encoders import has_encoder, with_positions
+from ..randomness import same_random_numbers
 from ..state import NAME, OWNER, Forward, Patch, forwards, pop_forward, push_forward
 from .full_batch import (
     FUSED,
@@ -99,20 +102,30 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     _check_arguments(model, kwargs, parameters)
     wants_log_probs = kwargs.pop(LOG_PROBS, False)
+    encodes = has_encoder(model)
+    if not encodes and any(kwargs.get(name) is not None for name in DECODER_TOKENS):
+        raise ValueError(
+            f"{DECODER_TOKENS[0]}: {type(model).__name__} has no encoder beside its decoder; pass input_ids"
+        )
     has_images = merges(model) and has_more_than_text(kwargs)
     forward = Forward(model, patch, None)
     if kwargs.get("seqpar") is not None:  # the batch is sharded already
+        if encodes and "decoder_position_ids" not in kwargs:
+            raise ValueError(
+                "batch: shard_batch has sharded the tokens of the encoder; give it decoder_input_ids too, which are "
+                "then sharded, or call the model with the full batch"
+            )
         if has_images:
             raise ValueError(
                 f"batch: it is sharded, but {type(model).__name__} must merge images into all tokens before the tokens "
                 "are sharded; call it with the full batch, without shard_batch"
             )
     elif generates(kwargs):
-        if patch.has_mixers or patch.has_indexers:
-            states = "layers with recurrent states" if patch.has_mixers else "indexers with keys of their own"
+        if kept := patch.kept_by_none:
+            alone = "" if encodes else "with batches='per_rank' or "
             raise ValueError(
-                f"cache: {type(model).__name__} has {states}, which are not kept for a sharded prompt yet; generate "
-                "with batches='per_rank' or after seqpar.hf.restore(model), or pass use_cache=False"
+                f"cache: {type(model).__name__} has {kept}, which are not kept for a sharded prompt yet; generate "
+                f"{alone}after seqpar.hf.restore(model), or pass use_cache=False"
             )
         kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
     else:
@@ -124,8 +137,13 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     forward.shard = kwargs["seqpar"]
     if forward.batch_shard is not None:
         _prepare(forward, kwargs, parameters, wants_log_probs)
-    if merges(model):
+    if encodes:
+        forward.decoder_positions = kwargs.pop("decoder_position_ids")
+    if encodes or merges(model):
         del kwargs["seqpar"]  # before_text_model passes it to the text model
+    if (encodes or forward.positions is not None) and patch.ranks > 1 and forward.batch_shard is not None:
+        devices = {p.device for p in model.parameters()}
+        forward.alike.enter_context(same_random_numbers(forward.batch_shard.seed, devices))
     push_forward(forward)
     return (), kwargs
 
@@ -209,6 +227,11 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
     except NotImplementedError:
         return  # a pipeline stage without an embedding
     alpha = getattr(embedding, _NOISE, None)
+    if alpha is not None and has_encoder(forward.model):
+        raise ValueError(
+            f"{_NOISE}={alpha}: encoders and decoders may share the embedding, and a rank has all tokens of one and "
+            "some of the other's; leave it out"
+        )
     if alpha is not None:
         forward.noise = embedding, alpha
         row = shard.seq_len if shard.places is None else shard.places.shape[1]
@@ -216,7 +239,8 @@ def _scale_noise(forward: Forward, kwargs: dict[str, Any]) -> None:
 
 
 def _check_unchanged(model: nn.Module) -> None:
-    implementation = cast(Any, model.config).get_text_config()._attn_implementation
+    config = text_model(cast(Any, model)).config if has_encoder(model) else cast(Any, model.config).get_text_config()
+    implementation = config._attn_implementation
     if implementation != NAME:
         raise ValueError(
             f"attn_implementation={implementation!r}: it was set after parallelize, so that each rank would attend to "
@@ -240,6 +264,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
         return None
     if forward.noise is not None:
         setattr(forward.noise[0], _NOISE, forward.noise[1])
+    forward.alike.close()
     try:
         if output is not None:
             output = _with_loss(output, forward, bool(kwargs.get(FUSED)))
@@ -357,6 +382,15 @@ def _gathers(around: bool, hook: Any) -> bool:
         isinstance(getattr(function, "__self__", None), FSDPState) or is_hook_of_zero_3(function)
         for function in functions
     )
+
+
+def before_positional_embedding(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+    """Embed the global positions of this rank's tokens, in a decoder that takes no position_ids."""
+    if (forward := forwards.now) is None or (shard := forward.batch_shard) is None:
+        return None
+    assert forward.decoder_positions is not None
+    ids = shard.positions[forward.patch.rank].to(forward.decoder_positions.device)
+    return (), with_positions(module.forward, args, kwargs, ids)
 
 
 def depends_on_length(module: nn.Module) -> bool:

@@ -28,10 +28,11 @@ from ...base.checks import no_compile
 from ...masks.mask import Mask
 from ...memory.weights import CACHE_ARGUMENTS
 from ...sharding.same_rows import check_every
-from ..batch import BOUNDARY_NAMES, UNUSED_NAMES, BatchCut, shard_for_rank, shard_over
+from ..batch import BOUNDARY_NAMES, DECODER_TOKENS, UNUSED_NAMES, BatchCut, shard_for_rank, shard_over
 from ..inspection.support import cache_of, parameters_of, pools_last_token, predicts_in_place, text_model
 from ..losses.logits import LazyLogits, MissingLogits
 from ..losses.loss import WHOLE, all_gather_tokens, join_tiles, plain, reduce_over_ranks
+from ..mechanisms.encoders import has_encoder, start_decoder
 from ..prompts import PROMPTS, unshare
 from ..state import Forward, FullCall, Patch, forwards, shards_text_model
 
@@ -43,7 +44,10 @@ FUSED = "fused_lm_head"
 _FUSED_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 # The outputs that have a value for each token. They are listed by name and not recognized by their shapes, because all
 # ranks must all-gather the same outputs, and the shapes differ between the ranks.
-PER_TOKEN = ("logits", "last_hidden_state", "hidden_states", "router_logits", *_FUSED_PER_TOKEN)
+PER_TOKEN = (
+    *("logits", "last_hidden_state", "hidden_states", "decoder_hidden_states", "router_logits"),
+    *_FUSED_PER_TOKEN,
+)
 
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")  # 0 for text
 _LABELS = ("labels", "shift_labels")  # sharded before the multimodal model runs
@@ -90,7 +94,9 @@ def shard_call(
 def check_shareable(model: nn.Module, patch: Patch) -> None:
     """Raise an error if branches that share a prompt would not compute what each computes alone."""
     name, settings = type(model).__name__, patch.settings
-    if patch.has_mixers:
+    if patch.has_encoder:
+        why = "it has an encoder, whose input differs between the rows"
+    elif patch.has_mixers:
         why = "it has layers with recurrent states or convolutions, which would run from one answer into the next"
     elif patch.has_indexers:
         why = "it has indexers, which choose keys in rows without branches only"
@@ -110,6 +116,8 @@ def _shard_text_call(
 ) -> tuple[dict[str, Any], FullCall]:
     patch: Patch = model._seqpar
     batch = {name: x for name, x in kwargs.items() if x is not None}
+    if has_encoder(model) and not any(name in batch for name in DECODER_TOKENS):
+        batch["decoder_input_ids"] = _decoder_tokens(model, batch.get("labels"))
     pools = pools_last_token(model)
     row_labels = batch.pop("labels", None) if pools else None
     fused, is_shifted = bool(batch.get(FUSED)), "shift_labels" in batch
@@ -123,7 +131,7 @@ def _shard_text_call(
         local = _shard(batch, patch, cut)
     else:
         local = shard_for_rank(batch, cut, patch.rank, seed=seed)
-    shard = local["seqpar"]
+    shard, ids = local["seqpar"], local["decoder_position_ids" if has_encoder(model) else "position_ids"]
     logits = tokens = shard.positions
     if keeps_some:
         wanted = (
@@ -133,16 +141,27 @@ def _shard_text_call(
         )
         logits = tuple(torch.isin(wanted, positions).nonzero().flatten() for positions in tokens)
         local_keep = torch.searchsorted(tokens[patch.rank], wanted[logits[patch.rank]])
-        local["logits_to_keep"] = local_keep.to(local["position_ids"].device)
+        local["logits_to_keep"] = local_keep.to(ids.device)
     num_items = None
     if fused and "labels" in local:  # the labels are shifted already: the fused head would shift ``labels`` once more
         local["shift_labels"] = local.pop("labels")
         num_items = local.get("num_items_in_batch")
         num_items = local["num_items_in_batch"] = max(1, shard.num_items) if num_items is None else num_items
-    rows = len(local["position_ids"])
     last = _last_tokens(model, batch) if pools else None
-    places = shard.places
+    rows, places = len(ids), shard.places
     return local, FullCall(rows, tokens, logits, fused, not is_shifted, num_items, last, row_labels, places=places)
+
+
+def _decoder_tokens(model: Any, labels: Tensor | None) -> Tensor:
+    """The decoder's tokens that the model would make from ``labels [batch, seq]``, which are shifted to the right."""
+    if labels is None or model._seqpar_from_labels is None:
+        given = "neither labels nor decoder_input_ids" if labels is None else "labels without decoder_input_ids"
+        raise ValueError(
+            f"batch: it has {given}, so that {type(model).__name__} would make the decoder's tokens itself, in a way "
+            "that is not known; pass decoder_input_ids [batch, seq]"
+        )
+    tokens: Tensor = model._seqpar_from_labels(labels)
+    return tokens
 
 
 def _last_tokens(model: Any, batch: dict[str, Any]) -> Tensor:
@@ -182,6 +201,10 @@ def gather_outputs(output: Any, forward: Forward, full_call: FullCall) -> Any:
     if isinstance(output, tuple):
         if full_call.places is not None:
             raise ValueError("return_dict=False: with share_prompts=True outputs are found by name; leave it out")
+        if has_encoder(forward.model):
+            raise ValueError(
+                "return_dict=False: outputs of an encoder-decoder model are all-gathered by name; leave return_dict out"
+            )
         if full_call.logits is not full_call.tokens:
             raise ValueError("return_dict=False: with logits_to_keep outputs are all-gathered by name; leave it out")
         output = tuple(x for x in output if not (leaves_logits_out and isinstance(x, LazyLogits)))
@@ -269,7 +292,7 @@ def has_streams(x: Tensor, rows: int, tokens: int) -> bool:
 
 def merges(model: nn.Module) -> bool:
     """Whether ``model`` merges the output of a tower into the embeddings of a text model."""
-    return isinstance(model, PreTrainedModel) and text_model(model) is not model
+    return isinstance(model, PreTrainedModel) and not has_encoder(model) and text_model(model) is not model
 
 
 def has_more_than_text(kwargs: dict[str, Any]) -> bool:
@@ -326,6 +349,9 @@ def before_text_model(text: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
     if "use_cache" in parameters and cache_of(kwargs) is None:
         kwargs["use_cache"] = False
+    forward.alike.close()  # from here on each rank draws its own random numbers
+    if has_encoder(forward.model):
+        kwargs = start_decoder(text, kwargs, forward)
     if forward.positions is not None:
         kwargs = _shard_text_inputs(text, kwargs, forward, forward.positions)
         forward.positions = None

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...memory.weights import CACHE_ARGUMENTS
 from ...patching.forwards import function_of, runs_of
+from ..mechanisms.encoders import STATES, decoder_of, has_encoder
 from ..mechanisms.indexers import has_indexer
 from ..mechanisms.mixers import of_mixer_files
 from ..state import NAME
@@ -55,7 +56,7 @@ _ADAPTERS = {
     "XLORA": "it scales each token by a forward on all tokens",
     "SHADOW": "it runs a second model on all tokens",
 }
-_ATTENDS_ACROSS = ("cross_attention_states", "encoder_hidden_states")
+_ATTENDS_ACROSS = ("cross_attention_states", STATES)
 
 
 def check_adapters(modules: Iterable[nn.Module]) -> None:
@@ -74,7 +75,9 @@ def check_adapters(modules: Iterable[nn.Module]) -> None:
 
 
 def text_model(root: PreTrainedModel) -> PreTrainedModel:
-    """The model whose sequence is sharded: the text model inside a model with a vision or audio tower, or ``root``."""
+    """The model whose sequence is sharded: ``root``, or the model in it that runs after a tower or an encoder."""
+    if has_encoder(root):
+        return decoder_of(root)
     towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
     if not towers or root.config.get_text_config() is root.config:
         return root
@@ -149,10 +152,9 @@ def check_model(model: PreTrainedModel) -> Trial:
 
 def _reasons(model: PreTrainedModel) -> Iterator[str]:
     """Why ``model`` cannot be parallelized, by its classes and its config."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        yield "encoder-decoder models attend across two sequences; give a decoder or an encoder"
     text = text_model(model)
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    composite = hasattr(model.config, "get_text_config") and not has_encoder(model)
+    config = model.config.get_text_config() if composite else text.config
     supported = _LAYER_TYPES + (_MIXER_TYPES if of_mixer_files(text) else ())
     supported += ("indexed_attention",) if any(map(has_indexer, text.modules())) else ()
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
@@ -167,8 +169,10 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
                 todo = "; if a function in the model's file mixes tokens there, name it by seqpar.hf.register_mixer"
             yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence{todo}"
     purposes = {"kwargs": "to pass the mask to the layers", "position_ids": "for the positions of each rank's tokens"}
+    if has_encoder(model):  # the trial run tells whether the positions of its decoder can be given
+        del purposes["position_ids"]
     for parameter, purpose in purposes.items():
-        if parameter not in parameters_of(model):
+        if parameter not in parameters_of(text if has_encoder(model) else model):
             yield f"its forward takes no {parameter}, which are needed {purpose}"
     for name, module in text.named_modules():
         if getattr(module, "layerdrop", None):
@@ -227,6 +231,12 @@ def _reasons_of_trial(trial: Trial, model: PreTrainedModel) -> Iterator[str]:
             f"its loss is {getattr(model, 'loss_type', None) or 'its own'}; supported are models with one prediction "
             f"per token ({', '.join(_LOSSES)}), decoders that classify a sequence by its last token, and base models "
             "without a head"
+        )
+    if trial.bias is not None:
+        name, class_name = trial.bias
+        yield (
+            f"layer {name!r} ({class_name}) adds a trained bias of the distance of two tokens to its scores "
+            "(position_bias), which cannot be sharded along the sequence yet"
         )
     if trial.scaler is not None:
         name, class_name = trial.scaler
@@ -335,4 +345,4 @@ def predicts_in_place(model: nn.Module) -> bool:
     loss: Loss = cast(Any, model)._seqpar_loss
     if loss.shift is not None:
         return loss.shift == 0
-    return default_loss(model) in [LOSS_MAPPING[name] for name in _LOSSES_IN_PLACE]
+    return loss.in_place or default_loss(model) in [LOSS_MAPPING[name] for name in _LOSSES_IN_PLACE]

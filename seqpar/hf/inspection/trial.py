@@ -14,6 +14,11 @@ these by itself. In them each token attends to the token before it, so that rota
 A third run with more tokens tells whether an output depends on how many tokens follow. A last run of this row, with
 labels, records how the model's forward computes a loss.
 
+Of an encoder-decoder model the decoder runs, with the same encoder's states in all rows. An attention layer whose
+forward gets states to attend to, and whose keys are of these states, is a cross-attention. A mask of these states tells
+the calls of the mask interface that are for cross-attentions. The decoder gets the positions of the tokens, or the
+modules in it that embed ``position_ids`` do.
+
 The weights are not read, so that they may be on a GPU, on the meta device, quantized or sharded (``cheap.py``).
 """
 
@@ -21,20 +26,35 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import AttentionInterface
 
 from ...patching.forwards import function_of
 from ...patching.replaced import replaced
 from ...patching.substitutes import own_token, tensors_of
+from ..batch import IGNORE_INDEX
+from ..mechanisms.encoders import (
+    STATES,
+    STATES_MASK,
+    attends_across,
+    decoder_of,
+    from_labels,
+    has_encoder,
+    positional_embeddings,
+    with_positions,
+)
 from ..mechanisms.key_values import expand, has_latent_kv
 from ..mechanisms.mixers import tokenwise_mixers
+from ..state import NAME
 from .cheap import TokenwiseFunctions, configs, run_one_of_each_kind, substitutes
 from .indexer_trial import check_indices, choose_own_tokens
 
@@ -44,6 +64,7 @@ _SHIFT = 3  # by how many tokens the last row is shifted
 # size of a parameter's dimension nor a number in a config.
 _ROWS = (5, 6, 7, 9, 10)
 _LENGTHS = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47)
+_STATES = (53, 59, 61, 67, 71, 73, 79, 83)  # of an encoder
 _LONGEST = 1 << 24  # tokens of a row; float32 counts no further
 _TOLERANCE = 1e-4  # the largest change of a value, relative to the largest value, that counts as rounding error
 _CHANNELS = 1024  # the number of channels of a tensor that are compared, evenly spaced
@@ -59,6 +80,14 @@ class Loss:
     # If the loss is the mean cross-entropy of all logits: 0 or 1, how many tokens the labels are shifted to the left.
     # None for any other loss.
     shift: int | None = None
+    in_place: bool = False  # whether the loss function gets the labels as labels that are shifted already
+
+
+@dataclass
+class _States(BaseModelOutput):
+    """What an encoder returns. Encoders of sound also return a mask."""
+
+    attention_mask: Tensor | None = None
 
 
 class Trial:
@@ -69,6 +98,9 @@ class Trial:
         self.attention_calls: list[tuple[nn.Module, bool | None, int | None]] = []  # is_causal, sliding_window
         self.mixers: list[nn.Module] = []  # that called a function of ``mixers``
         self.functions: list[Any] = []  # the attention functions that the layers would have called
+        self.across: dict[nn.Module, Any] = {}  # the cross-attentions, and the attention functions that they would call
+        self.from_labels: Any = None  # the function by which the model makes decoder_input_ids from labels, if known
+        self.bias: tuple[str, str] | None = None  # name and class of an attention layer with a bias of its scores
         self.scalings: dict[str, float | None] = {}  # by the layer's name, what it passes to the attention function
         self.mask_calls: list[dict[str, Any]] = []  # the arguments of the calls of the mask interface
         # Name and class of the innermost module whose output for a token depends on other tokens, and of the innermost
@@ -91,6 +123,13 @@ class Trial:
         sizes |= {n for config in configs(root) for n in vars(config).values() if isinstance(n, int)}
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
         self.longer = next(n for n in _LENGTHS if n > self.length and n not in sizes)
+        self.decoder = decoder_of(root) if has_encoder(root) else None
+        self.positions: Tensor | None = None  # of the decoder's tokens, int64 [rows, length]
+        self.decoder_tokens: Any = None  # that the decoder got last
+        self._states_length = next((n for n in _STATES if n not in sizes), _STATES[0])
+        self._states: Tensor | None = None  # the states of the encoder that the decoder got last, and their mask
+        self._states_mask: Tensor | None = None
+        self._attend_across: set[nn.Module] = set()  # the modules that got states to attend to
         self._root = root
         self._names = {module: name for name, module in root.named_modules()}
         self._running: list[nn.Module] = []  # the modules whose forward has started and not ended, innermost last
@@ -99,6 +138,8 @@ class Trial:
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         # The module whose forward calls this one may have mixed the arguments.
         self.check((*args, *kwargs.values()), self._running[-1] if self._running else self._root)
+        if self.decoder is not None and attends_across(module, args, kwargs):
+            self._attend_across.add(module)
         self.ran.add(module)
         self._running.append(module)
 
@@ -114,9 +155,48 @@ class Trial:
     def mixes(self) -> None:
         self.mixers.append(self._running[-1])
 
+    def call(self, **arguments: Any) -> Any:
+        """Call the model with ``arguments`` for the tokens of its sequence, which may be a decoder's."""
+        if self.decoder is None:
+            return self._root(**arguments)
+        self.positions = arguments.pop("position_ids", None)
+        configs = (m.config for m in (cast(Any, self._root).get_encoder(), self.decoder))
+        hidden = next(n for config in configs if (n := getattr(config, "hidden_size", None)) is not None)
+        rows = len(arguments["input_ids" if "input_ids" in arguments else "labels"])
+        states = torch.sin(torch.arange(self._states_length * hidden, device="cpu") * 0.7).view(1, -1, hidden)
+        names = {name: f"decoder_{name}" for name in ("input_ids", "attention_mask")}
+        arguments = {names.get(name, name): x for name, x in arguments.items()}
+        return self._root(encoder_outputs=_States(last_hidden_state=states.repeat(rows, 1, 1)), **arguments)
+
+    def before_decoder(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        parameters = inspect.signature(decoder.forward).parameters
+        kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        self._states, self.decoder_tokens = kwargs.get(STATES), kwargs.get("input_ids")
+        if STATES_MASK in parameters and self._states is not None:
+            self._states_mask = torch.ones(self._states.shape[:2], dtype=torch.bool, device="cpu")
+            kwargs[STATES_MASK] = self._states_mask
+        if "position_ids" in parameters and self.positions is not None:
+            kwargs["position_ids"] = self.positions
+        return (), kwargs
+
+    def embed_positions(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Embed the positions of each row by ``forward``, which may take one row of them."""
+        if self.positions is None:
+            return forward(*args, **kwargs)
+        rows = [forward(**with_positions(forward, args, kwargs, ids)) for ids in self.positions]
+        return torch.cat([x.reshape(-1, self.positions.shape[1], x.shape[-1])[:1] for x in rows])
+
+    def is_of_states(self, mask_call: dict[str, Any]) -> bool:
+        """Whether a call of the mask interface is for a cross-attention. Its mask is another tensor in each run."""
+        return mask_call.get("attention_mask") is not None and mask_call["attention_mask"] is self._states_mask
+
     def attend(
-        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+        self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
+        if module in self._attend_across:
+            return self._attend_to_states(function, module, q, k, v, **kwargs)
+        if kwargs.get("position_bias") is not None:
+            self.bias = self.bias or (self._names[module], type(module).__name__)
         check_indices(module, kwargs.get("indices"), q.shape[2])
         if not self.records:
             return _attend_to_token_before(module, q, k, v)
@@ -126,6 +206,20 @@ class Trial:
             self.scalings[self._names[module]] = kwargs.get("scaling")
         self.check([x.transpose(1, 2) for x in (q, k, v)], module)
         return attend_to_own_token(module, q, k, v)
+
+    def _attend_to_states(
+        self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        if k.shape[2] != self._states_length:
+            raise ValueError(f"it attends to {k.shape[2]} keys, which are not those of the encoder's states alone")
+        is_causal = kwargs.get("is_causal")
+        if getattr(module, "is_causal", True) if is_causal is None else is_causal:
+            raise ValueError("it attends to the encoder's states causally")
+        if self.records and not self.counts_only:
+            self.across[module] = function
+        self.check(q.transpose(1, 2), module)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous(), None
 
     @property
     def failed(self) -> tuple[str, str]:
@@ -234,11 +328,11 @@ def run_trial(root: PreTrainedModel) -> Trial:
 def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
     """The trial run with the arguments ``also``, which get the ids of the tokens."""
     trial = Trial(root)
-    implementation = root.config.get_text_config()._attn_implementation
+    implementation = (trial.decoder or root).config.get_text_config()._attn_implementation
 
     def attend(name: str, function: Any, look_up: Callable[[str], Any]) -> Any:
         trial.functions.append(look_up(implementation))
-        return trial.attend
+        return partial(trial.attend, look_up("sdpa" if implementation == NAME else implementation))
 
     with ExitStack() as stack:
         try:
@@ -248,6 +342,10 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
             ids = _token_ids(root, trial.rows, trial.length)
+            if trial.decoder is not None:
+                stack.callback(trial.decoder.register_forward_pre_hook(trial.before_decoder, with_kwargs=True).remove)
+                for module in positional_embeddings(trial.decoder):
+                    vars(module)["forward"] = partial(trial.embed_positions, module.forward)
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(trial.after).remove)
@@ -264,7 +362,12 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             }
             positions = torch.arange(trial.length, device="cpu").repeat(trial.rows, 1)
             positions[:-1] += _SHIFT
-            output = root(position_ids=positions, **arguments)
+            output = trial.call(position_ids=positions, **arguments)
+            masks = len(trial.mask_calls)
+            trial.mask_calls[:] = [call for call in trial.mask_calls if not trial.is_of_states(call)]
+            for layer, first in same_kind:
+                pairs = zip(layer.modules(), first.modules(), strict=True)
+                trial.across |= {m: trial.across[first_m] for m, first_m in pairs if first_m in trial.across}
             for called in (trial.attention_modules, trial.mixers):
                 callers = set(called)
                 for layer, first in same_kind:
@@ -279,7 +382,7 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             def run_again(**given: Any) -> Any:
                 for result in results:
                     result.clear()
-                return root(**given)
+                return trial.call(**given)
 
             def counts(longest: int) -> bool:
                 trial.counter, functions.last_index = None, longest - 1
@@ -297,6 +400,8 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             output = run_again(**arguments, position_ids=positions[-1:])
             trial.check_positions(output, run_again(**arguments))
             trial.check_length(output, run_again(**_lengthened(arguments, positions[-1:], trial.longer)))
+            if "labels" in parameters and trial.decoder is not None:
+                trial.from_labels = _find_from_labels(root, trial, run_again, arguments)
             if "labels" in parameters:
                 trial.loss = _find_loss(root, run_again, arguments, functions)
             del trial.mask_calls[masks:]
@@ -317,10 +422,10 @@ def _lengthened(arguments: dict[str, Any], positions: Tensor, length: int) -> di
 def _find_loss(
     root: PreTrainedModel, run: Callable[..., Any], arguments: dict[str, Any], functions: TokenwiseFunctions
 ) -> Loss:
-    calls: list[Any] = []
+    calls: list[Any] = []  # whether each call gets the labels as shifted ones
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(args)
+        calls.append(kwargs.get("shift_labels") is not None)
         return torch.zeros((), device="cpu")
 
     for module in root.modules():
@@ -335,14 +440,29 @@ def _find_loss(
         output = run(**{**arguments, "labels": labels})
         loss, logits = (output if isinstance(output, tuple) else output.to_tuple())[:2]
     except Exception:  # a loss that these labels do not fit
-        return Loss(forward, bool(calls))
+        return Loss(forward, bool(calls), in_place=any(calls))
     per_token = isinstance(logits, Tensor) and logits.dim() == 3
     if per_token and not calls and len(found) == 1 and found[0][0] is loss:
         for shift in (0, 1):
             inputs = logits[:, : logits.shape[1] - shift].flatten(0, 1), labels[:, shift:].flatten()
             if all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(inputs, found[0][1:], strict=True)):
                 return Loss(forward, shift=shift)
-    return Loss(forward, bool(calls))
+    return Loss(forward, bool(calls), in_place=any(calls))
+
+
+def _find_from_labels(root: PreTrainedModel, trial: Trial, run: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """The function of ``from_labels`` that makes the same tokens from labels as the model's forward."""
+    labels = arguments["input_ids"].clone()
+    labels[:, 1::4] = IGNORE_INDEX
+    others = {name: x for name, x in arguments.items() if name not in ("input_ids", "attention_mask")}
+    trial.decoder_tokens = None
+    with suppress(Exception):  # the decoder's tokens are known, whatever the model computes from them
+        run(**others, labels=labels)
+    for function in from_labels(root):
+        with suppress(Exception):
+            if isinstance(trial.decoder_tokens, Tensor) and torch.equal(function(labels), trial.decoder_tokens):
+                return function
+    return None
 
 
 def _token_ids(root: PreTrainedModel, rows: int, length: int) -> Tensor:

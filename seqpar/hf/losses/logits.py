@@ -74,6 +74,10 @@ class LazyLogits:
         self.pointwise = pointwise  # applied to the logits
         self.full = full  # the logits, once they are computed
 
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
     def materialize(self) -> Tensor:
         """The logits ``[..., vocabulary]``."""
         if self.full is None:
@@ -122,6 +126,11 @@ class LazyLogits:
         return self._binary(torch.mul, other)
 
     __rmul__ = __mul__
+
+    def __add__(self, other: Any) -> Any:
+        if isinstance(other, Tensor) and not other.requires_grad and other.shape[-1:].numel() == other.numel():
+            return self._then(lambda x: x + other.flatten())  # the same for every token, as a bias of the vocabulary
+        return self._binary(torch.add, other)
 
     def float(self) -> Any:
         return self._then(lambda x: x.float())

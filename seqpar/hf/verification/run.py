@@ -107,6 +107,11 @@ def verify(
             "model: it does not contain the whole transformers model (is it a pipeline stage?); give verify the model "
             "that contains all layers"
         )
+    if patch.has_encoder:
+        raise ValueError(
+            f"model={type(root).__name__}: an encoder-decoder model cannot be verified layer by layer yet; use "
+            "seqpar.verify(model, step, reference), which compares the loss and the gradients"
+        )
     if patch.has_indexers and any(p.dtype in (torch.float16, torch.bfloat16) for p in root.parameters()):
         raise ValueError(
             f"model={type(root).__name__}: its indexers choose keys by scores, and in half precision rounding changes "

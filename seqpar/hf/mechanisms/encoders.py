@@ -1,0 +1,128 @@
+"""Encoder-decoder models: the decoder's sequence is sharded, and every rank runs the encoder on its whole input.
+
+A cross-attention attends from this rank's tokens to the states of the encoder, which every rank has in full. The
+model's own attention function computes it, without a message. In backward, the gradient of the encoder's states comes
+from this rank's tokens, and the encoder's backward is linear in it. So the mean of the ranks' gradients of the
+encoder's weights is one device's, as it is for all other weights.
+
+The ranks draw the same random numbers until the decoder starts: otherwise dropout in the encoder would give each of
+them other states.
+
+Shapes: batch, s tokens of this rank, h query heads, n KV heads, d head_dim, e v_head_dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from ..state import NAME, Forward, Settings
+
+ATTENDS_ACROSS = "_seqpar_attends_across"  # an attribute of cross-attentions, the attention function that they had
+STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"  # arguments of a decoder
+
+
+def has_encoder(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The decoder of an encoder-decoder model.
+
+    Raises:
+        ValueError: it has none that attends to the states of an encoder.
+    """
+    decoder = cast(Any, model).get_decoder()
+    takes_states = isinstance(decoder, PreTrainedModel) and STATES in inspect.signature(decoder.forward).parameters
+    if decoder is model or not takes_states:
+        raise ValueError(
+            f"model={type(model).__name__}: its config is of an encoder-decoder model, but it has no decoder that "
+            f"takes {STATES}; give the whole encoder-decoder model, or a decoder or an encoder with a config of its own"
+        )
+    return cast(PreTrainedModel, decoder)
+
+
+def check_settings(settings: Settings, name: str) -> None:
+    """Raise an error if a model with an encoder, called ``name``, cannot have these settings."""
+    reasons = {
+        "batches": (settings.batches == "per_rank", "the encoder's input may have another length on each rank"),
+        "softmax_scale": (settings.softmax_scale is not None, "the encoder and the cross-attentions do not have it"),
+        "alibi_slopes": (settings.alibi_slopes is not None, "the encoder and the cross-attentions do not have them"),
+        "memory": (settings.memory is not None, "model.activation_checkpointing_enable() works"),
+    }
+    for argument, (given, why) in reasons.items():
+        if given:
+            raise ValueError(
+                f"{argument}={getattr(settings, argument)!r}: it is not supported for {name}, which is an "
+                f"encoder-decoder model ({why}); leave it out"
+            )
+
+
+def positional_embeddings(decoder: PreTrainedModel) -> list[nn.Module]:
+    """The modules of ``decoder`` that embed ``position_ids``, if the decoder itself takes none."""
+    if "position_ids" in inspect.signature(decoder.forward).parameters:
+        return []
+    return [m for m in decoder.modules() if m is not decoder and _embeds_positions(m)]
+
+
+def _embeds_positions(module: nn.Module) -> bool:
+    return not any(module.children()) and "position_ids" in inspect.signature(module.forward).parameters
+
+
+def with_positions(forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], ids: Tensor) -> dict[str, Any]:
+    """The arguments of the ``forward`` of a positional embedding for the positions ``ids``, int64 ``[s]``."""
+    given = inspect.signature(forward).bind_partial(*args, **kwargs).arguments
+    if isinstance(shape := given.get("position_ids"), Tensor):  # the decoder's own positions, such as [s, 1]
+        ids = ids.view(shape.shape) if shape.numel() == len(ids) else ids.expand(shape.shape)
+    return {**given, "position_ids": ids}
+
+
+def attends_across(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of ``module`` passes states for it to attend to, instead of its own tokens."""
+    given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+    return any(isinstance(given.get(name), Tensor) for name in (STATES, "key_value_states"))
+
+
+def start_decoder(decoder: nn.Module, arguments: dict[str, Any], forward: Forward) -> dict[str, Any]:
+    """The arguments of ``decoder`` on this rank's tokens."""
+    states, positions, shard = arguments.get(STATES), forward.decoder_positions, forward.batch_shard
+    if not isinstance(states, Tensor) or positions is None or shard is None:
+        raise ValueError(f"{type(decoder).__name__}: expected {STATES}, got {type(states).__name__}")
+    parameters = inspect.signature(decoder.forward).parameters
+    if "position_ids" in parameters:
+        arguments["position_ids"] = positions
+    if shard.valid is not None:  # the padding is part of the shard's mask; without a mask, some decoders look for more
+        arguments["attention_mask"] = torch.ones_like(positions)
+    mask = arguments.get(STATES_MASK)
+    if STATES_MASK in parameters:
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+            raise ValueError(f"{STATES_MASK}: expected ones and zeros [batch, seq] of the encoder's states")
+        forward.unmasked_states = mask is None
+        ones = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        forward.states_mask = ones if mask is None else mask.to(states.device, torch.bool)
+        arguments[STATES_MASK] = forward.states_mask
+    return arguments
+
+
+def mask_of_states(forward: Forward, arguments: dict[str, Any]) -> Any:
+    """The mask of a cross-attention, from the function that the model's mask interface had, and its ``arguments``."""
+    name = forward.patch.attention
+    if forward.unmasked_states:
+        arguments["attention_mask"] = None
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa" if name == NAME else name](**arguments)
+
+
+def from_labels(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Functions of ``model`` and of its file that may be the one by which its forward makes decoder_input_ids."""
+    if (prepare := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
+        yield lambda labels: prepare(labels=labels)
+    if (shift := getattr(sys.modules.get(type(model).__module__), "shift_tokens_right", None)) is not None:
+        config = model.config
+        yield lambda labels: shift(labels, config.pad_token_id, config.decoder_start_token_id)
