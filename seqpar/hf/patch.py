@@ -307,6 +307,6 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     if pools_last_token(root):
         after(root.score, forward.after_score)
     # One rank generates alone if its states are of kinds that a sharded prompt does not keep.
-    if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.kept_by_none:
+    if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.unkept:
         patch.undo.callback(replace_forward(root, OWNER, call_with_all_batches, "_call_impl"))
     forward.watch_head(root, patch)

@@ -130,7 +130,7 @@ class Patch:
         return size_of(self.sequence_group)
 
     @property
-    def kept_by_none(self) -> str:
+    def unkept(self) -> str:
         """What the models have whose states a sharded prompt does not keep. Empty if there is nothing."""
         if self.has_encoder:
             return "an encoder and cross-attentions"

@@ -1,6 +1,7 @@
 """``make families``: compares a tiny random model of every class of transformers with one process.
 
-The classes are the causal, the masked and the image-text language models of transformers' Auto classes. If
+The classes are the causal, the masked, the image-text, the sequence-to-sequence and the speech-to-sequence language
+models of transformers' Auto classes. If
 ``seqpar.hf.parallelize`` accepts a class, its loss and all its gradients on two ranks are compared with one process,
 for a plain, a padded and a packed batch of text. The results are written to the table in docs/families.md.
 ``python -m tests.families --only llama,gemma3n`` prints the rows of some models and writes nothing.
@@ -40,6 +41,8 @@ KINDS = {
     "causal": ("CAUSAL_LM", "Causal language models"),
     "masked": ("MASKED_LM", "Masked language models"),
     "image-text": ("IMAGE_TEXT_TO_TEXT", "Models of images and text"),
+    "text-text": ("SEQ_TO_SEQ_CAUSAL_LM", "Models of text to text"),
+    "speech-text": ("SPEECH_SEQ_2_SEQ", "Models of speech to text"),
 }
 BATCHES = ("plain", "right", "left", "packed")
 _LARGEST_LIMIT = 0.05  # a larger error is wrong in any case
@@ -161,6 +164,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
         "indexer_compress_ratio": 2, "ngram_vocab_size_base": 100, "split_ngram_parts": 1,
     },
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [16, 16]},
     "step3p5": {"sliding_window": 7},
     "zamba": {
@@ -188,6 +192,8 @@ VARIANTS: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
     ),
     ("qwen2, window", "Qwen2ForCausalLM", {"qwen2": {**_ALTERNATE, "use_sliding_window": True, "sliding_window": 7}}),
 )  # fmt: skip
+
+_LARGE = ("VibeVoiceForConditionalGeneration",)  # whose sizes are not in its config
 
 
 class Error(NamedTuple):
@@ -235,7 +241,7 @@ def families() -> list[Family]:
             types = found.setdefault(name, (kind, []))[1]
             if model_type not in types:
                 types.append(model_type)
-    every = [Family(kind, ", ".join(types), name) for name, (kind, types) in found.items()]
+    every = [Family(kind, ", ".join(types), name) for name, (kind, types) in found.items() if name not in _LARGE]
     return every + [Family(found[name][0], types, name, changes) for types, name, changes in VARIANTS]
 
 
@@ -361,7 +367,30 @@ def make_batch(how: str, causal: bool, model: Any) -> dict[str, Tensor]:
             config: Any = model.config
             prefix = 12 if config.model_type == "paligemma" else ids.shape[1]
             batch[name] = (torch.arange(ids.shape[1]) >= prefix).long().expand(ids.shape)
-    return batch
+    return _with_encoder(model, batch, g) if is_encoder_decoder(model) else batch
+
+
+def is_encoder_decoder(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def _with_encoder(model: Any, batch: dict[str, Tensor], g: torch.Generator) -> dict[str, Tensor]:
+    """``batch`` as the decoder's, and text, an image or sound for the encoder."""
+    parameters, config = seqpar.hf.inspection.support.parameters_of(model), model.get_encoder().config
+    named = {name if name == "labels" else f"decoder_{name}": x for name, x in batch.items()}
+    rows = len(batch["labels"])
+    if "pixel_values" in parameters and hasattr(config, "image_size"):
+        named["pixel_values"] = torch.randn(rows, 3, config.image_size, config.image_size, generator=g)
+    elif "input_features" in parameters:
+        length = 2 * getattr(config, "max_source_positions", 40)
+        named["input_features"] = torch.randn(rows, config.num_mel_bins, length, generator=g)
+    elif "input_values" in parameters:
+        named["input_values"] = torch.randn(rows, 8000, generator=g)
+    else:
+        named["input_ids"] = torch.randint(*_TEXT, (rows, 23), generator=g)
+        if "attention_mask" in batch:
+            named["attention_mask"] = (torch.arange(23) < torch.tensor([[15], [23]])).long()
+    return named
 
 
 _BOUNDARIES = [0, 11, 29, 40]
@@ -373,12 +402,13 @@ def one_process(model: Any, batch: dict[str, Tensor], causal: bool) -> float:
     A packed batch is computed document by document, because only some models keep documents apart.
     """
     rest = {k: v for k, v in batch.items() if k != "position_ids"}
-    edges = _BOUNDARIES if "position_ids" in batch else [0, batch["input_ids"].shape[1]]
+    edges = _BOUNDARIES if "position_ids" in batch else [0, batch["labels"].shape[1]]
     cache = {"use_cache": False} if "use_cache" in seqpar.hf.inspection.support.parameters_of(model) else {}
     counted = [int((batch["labels"][:, a + causal : b] != -100).sum()) for a, b in pairwise(edges)]
     total = 0.0
     for (a, b), items in zip(pairwise(edges), counted, strict=True):
-        loss = model(**{name: x[:, a:b] for name, x in rest.items()}, **cache).loss * items / sum(counted)
+        part = {name: x[:, a:b] for name, x in rest.items()} if len(edges) > 2 else rest
+        loss = model(**part, **cache).loss * items / sum(counted)
         loss.backward()
         total += float(loss.detach())
     return total
@@ -399,12 +429,12 @@ def error_of(model: Any, loss: float, expected: dict[str, Tensor], expected_loss
 def check(group: ProcessGroup, family: Family) -> Row:
     """The result for one class, the same on every rank."""
     transformers.logging.set_verbosity_error()
-    causal = family.kind != "masked"
     try:
         model, ours, nudged = tiny(family), tiny(family), tiny(family)
         nudge(nudged.parameters())
     except Exception as error:
         return Row(unbuilt=_text(error))
+    causal = family.kind != "masked" and not is_encoder_decoder(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -417,6 +447,9 @@ def check(group: ProcessGroup, family: Family) -> Row:
     for how in BATCHES:
         for each in (model, ours, nudged):
             each.zero_grad()
+        if how == "packed" and is_encoder_decoder(model):
+            cells[how] = "-"  # no documents are packed: all of them would see the encoder's whole input
+            continue
         batch = make_batch(how, causal, model)
         try:
             expected_loss = one_process(model, batch, causal)
@@ -457,13 +490,13 @@ def cells_of(row: Row) -> tuple[list[str], str, bool]:
             result = row.cells.get(how, "did not run")
             if isinstance(result, str):
                 word, _, why = result.partition(": ")
-                words.append(word if word == "refused" else "FAILS")
-                reasons.append(why if word == "refused" else result)
+                words.append(word if word in ("refused", "-") else "FAILS")
+                reasons.append(why if word in ("refused", "-") else result)
             else:
                 words.append("equal" if result.error <= result.limit else f"WRONG ({result.error:.0e})")
         cells.append(next((word for word in words if word != "equal"), "equal"))
-    right = all(cell in ("equal", "refused") for cell in cells)
-    return cells, "; ".join(dict.fromkeys([*reasons, *filter(None, [row.warned])])), right
+    right = all(cell in ("equal", "refused", "-") for cell in cells)
+    return cells, "; ".join(dict.fromkeys(filter(None, [*reasons, row.warned]))), right
 
 
 def table(kind: str, rows: list[tuple[Family, Row]]) -> list[str]:

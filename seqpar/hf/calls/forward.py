@@ -121,7 +121,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 "are sharded; call it with the full batch, without shard_batch"
             )
     elif generates(kwargs):
-        if kept := patch.kept_by_none:
+        if kept := patch.unkept:
             alone = "" if encodes else "with batches='per_rank' or "
             raise ValueError(
                 f"cache: {type(model).__name__} has {kept}, which are not kept for a sharded prompt yet; generate "

@@ -127,8 +127,7 @@ class Trial:
         self.positions: Tensor | None = None  # of the decoder's tokens, int64 [rows, length]
         self.decoder_tokens: Any = None  # that the decoder got last
         self._states_length = next((n for n in _STATES if n not in sizes), _STATES[0])
-        self._states: Tensor | None = None  # the states of the encoder that the decoder got last, and their mask
-        self._states_mask: Tensor | None = None
+        self._states_mask: Tensor | None = None  # of the encoder's states, as the decoder got it last
         self._attend_across: set[nn.Module] = set()  # the modules that got states to attend to
         self._root = root
         self._names = {module: name for name, module in root.named_modules()}
@@ -171,9 +170,11 @@ class Trial:
     def before_decoder(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         parameters = inspect.signature(decoder.forward).parameters
         kwargs = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        self._states, self.decoder_tokens = kwargs.get(STATES), kwargs.get("input_ids")
-        if STATES_MASK in parameters and self._states is not None:
-            self._states_mask = torch.ones(self._states.shape[:2], dtype=torch.bool, device="cpu")
+        self.decoder_tokens = kwargs.get("input_ids")
+        if not isinstance(states := kwargs.get(STATES), Tensor):
+            raise ValueError(f"it was called without {STATES}, although the encoder's outputs were given")
+        if STATES_MASK in parameters:
+            self._states_mask = torch.ones(states.shape[:2], dtype=torch.bool, device="cpu")
             kwargs[STATES_MASK] = self._states_mask
         if "position_ids" in parameters and self.positions is not None:
             kwargs["position_ids"] = self.positions

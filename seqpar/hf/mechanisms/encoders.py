@@ -39,7 +39,9 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ValueError: it has none that attends to the states of an encoder.
     """
-    decoder = cast(Any, model).get_decoder()
+    decoder: Any = cast(Any, model).get_decoder()
+    if isinstance(decoder, PreTrainedModel) and has_encoder(decoder):
+        decoder = cast(Any, decoder).get_decoder()  # of an encoder-decoder model beside a tower
     takes_states = isinstance(decoder, PreTrainedModel) and STATES in inspect.signature(decoder.forward).parameters
     if decoder is model or not takes_states:
         raise ValueError(
