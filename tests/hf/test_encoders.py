@@ -233,6 +233,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "boundaries": (
         lambda: parallel(decoder_input_ids=TOKENS, cu_seq_lens=torch.tensor([0, 20, LENGTH])), "cu_seq_lens: rows of an"
     ),
+    "shared prompts": (
+        lambda: with_settings(share_prompts=True)(**make_batch("Bart", "plain")), "it has an encoder, whose inp"
+    ),
     "no labels": (lambda: parallel(drop="labels"), "neither labels nor decoder_input_ids, so that Bart"),
     "another shift": (shifted_otherwise, "labels without decoder_input_ids, so that OtherShift"),
     "sharded encoder": (without_decoder_tokens, "sharded the tokens of the encoder; give it decoder_input_ids"),
