@@ -39,7 +39,7 @@ from .sharding.functions import positions, shard, unshard
 from .sharding.sharding import Sharding
 from .shifting import shift
 from .strategies.checkpointing import keep_attention
-from .verification import VerificationError, verify
+from .verification import ReplayReport, VerificationError, replay_report, verify
 
 if TYPE_CHECKING:
     from .megatron import (
@@ -97,6 +97,7 @@ __all__ = [
     "ModelShape",
     "ParallelAttention",
     "Plan",
+    "ReplayReport",
     "RingAttention",
     "RotaryEmbedding",
     "Sharding",
@@ -119,6 +120,7 @@ __all__ = [
     "positions",
     "replace_sdpa",
     "replay",
+    "replay_report",
     "ring_attention",
     "sdpa",
     "shard",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ _MIN_PREFETCH_STEPS = 1
 _NOTHING = nullcontext()
 
 
+class Record(Protocol):
+    """Notes tensors of this rank: what a kernel reads ("input"), and what it has computed ("result")."""
+
+    def __call__(self, direction: str, role: str, step: Step | None = None, **tensors: Tensor) -> None: ...
+
+
 @dataclass(eq=False)
 class AttentionCall:
     """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors: found once, see ``prepare.py``.
@@ -58,6 +64,7 @@ class AttentionCall:
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
             None: messages are sent from the stream of the kernels.
         errors: the errors of kernels. See ``raise_error``.
+        record: notes the tensors before and after each kernel, to compare two runs; None in all other calls.
         kept: what later calls of the same kind use again: programs, and the choice of a backend.
     """
 
@@ -71,6 +78,7 @@ class AttentionCall:
     kv_ready: ReadyEvents | None = field(default_factory=ReadyEvents, repr=False)
     errors: list[Exception] = field(default_factory=list, repr=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    record: Record | None = field(default=None, repr=False)
 
     def with_values(
         self, sinks: Tensor | None, alibi_slopes: Tensor | None, dropout_seed: int, device: torch.device
@@ -205,7 +213,7 @@ class Run:
         lse_gradient: bool = False,
         is_part: bool = False,
     ) -> None:
-        plan = call.plan
+        plan, self.record = call.plan, call.record
         links = links_of(call.placement, q.device)
         shares_memory = plan.num_steps > 1 and links.share_memory
         self.kv_ready, self.plan, self.heads, self.is_part = call.kv_ready, plan, heads, is_part
@@ -235,7 +243,11 @@ class Run:
         if step.attends:
             carry = carries[step.chunks.start]
             seen = partial(self.plans[step.group].intervals, step.index, q.device, self.kernel.needs_positions)
+            if self.record is not None:
+                self.record("forward", "input", step, q=q, k=k, v=v)
             carry = self.kernel.forward(q, k, v, seen, carry, step.is_last, step.q_heads)
+            if self.record is not None:
+                self.record("forward", "result", step, out=carry[0], lse=carry[1])
         elif step.is_last:  # no query sees any key
             carry = self.kernel.finish(self.kernel.empty(take_heads(q, step.q_heads)), q.dtype, step.q_heads)
         else:
@@ -282,7 +294,11 @@ class Run:
         of_step = Grads(dq, dk, dv, step.new_dq, step.new_dkv, final=dq is None and not self.is_part)
         if step.attends:
             seen = partial(self.plans[step.group].intervals, step.index, q.device, self.kernel.needs_positions)
+            if self.record is not None:
+                self.record("backward", "input", step, q=q, k=k, v=v, dout=output.dout, out=output.out, lse=output.lse)
             self.kernel.backward(q, k, v, output, seen, of_step, step.q_heads)
+            if self.record is not None:
+                self.record("backward", "result", step, dq=of_step.dq, dk=of_step.dk, dv=of_step.dv)
         else:
             of_step.make(q, k, v)
             of_step.zero_new_()

@@ -43,6 +43,8 @@ class Invariant(Algorithm):
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         own, out, lse = _RankTiles.of(call, q), q, q
         k_tiles, v_tiles = _fetch(own.keys, call, k, v)
+        if call.record is not None:
+            call.record("forward", "input", q=q, k=k_tiles, v=v_tiles)
         with _noted(call):
             out, lse = _kernels(call, q, k, v).forward(own.take(q), k_tiles, v_tiles, own.seen, call.score)
             out, lse = own.put(out), own.put(lse.mT).mT.contiguous()
@@ -58,7 +60,9 @@ class Invariant(Algorithm):
             delta = own.put(_kernels(call, q, k, v).delta(own.take(out), own.take(dout), of_lse).mT).mT
         k_tiles, v_tiles = _fetch(own.keys, call, k, v)
         q_tiles, dout_tiles = _fetch(own.queries, call, q, dout)
-        of_others = (x.mT.contiguous() for x in _fetch(own.queries, call, lse.mT, delta.mT))
+        of_others = [x.mT.contiguous() for x in _fetch(own.queries, call, lse.mT, delta.mT)]
+        if call.record is not None:
+            call.record("backward", "input", k=k_tiles, v=v_tiles, q=q_tiles, dout=dout_tiles, lse=of_others[0])
         with _noted(call):
             kernels = _kernels(call, q, k, v)
             output = OutputTiles(own.take(dout), *(own.take(x.mT).mT.contiguous() for x in (lse, delta)))

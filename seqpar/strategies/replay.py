@@ -5,7 +5,7 @@ Shapes: b batch, s tokens of all ranks, h query heads, n KV heads, d head_dim of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import add
@@ -25,7 +25,7 @@ from ..sharding.shards import in_order, local_shard
 from ..sharding.spec import AttentionSpec
 from .auto import named
 from .autograd import once_differentiable
-from .call import AttentionCall
+from .call import AttentionCall, Record
 from .operators import attention_gradients, compute
 from .prepare import new_call
 
@@ -45,6 +45,7 @@ def attend_in_process(
     alibi_slopes: Tensor | None = None,
     seed: Tensor | None = None,
     latent_weight: Tensor | None = None,
+    records: Sequence[Record | None] = (),
 ) -> tuple[Tensor, Tensor | None]:
     """``attend`` on every rank of ``crew``: ``out [b, s, h, e]`` and, with ``spec.return_lse``, ``lse [b, h, s]``.
 
@@ -53,12 +54,13 @@ def attend_in_process(
         spec, mask, sinks, alibi_slopes, seed, latent_weight: see ``attend``.
         layout: which tokens each rank holds.
         crew: the ranks.
+        records: for each rank, what notes its tensors (see ``AttentionCall``).
     """
     if q.device.type == "cuda" and is_captured():
         raise RuntimeError("replay: a CUDA graph cannot capture it, because its ranks are threads; capture attention")
     shardings = [Sharding(q.shape[1], layout, group=rank) for rank in crew.ranks]
     spec = named(spec, mask, q.shape[2], k.shape[2], shardings[0])
-    others = spec, mask, shardings, crew, torch.is_grad_enabled()
+    others = spec, mask, shardings, crew, torch.is_grad_enabled(), records
     out, lse = _Replay.apply(q, k, v, sinks, alibi_slopes, seed, latent_weight, others)
     return out, lse
 
@@ -67,7 +69,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
         q, k, v, sinks, alibi_slopes, seed, latent_weight, others = arguments
-        spec, mask, shardings, crew, has_backward = others
+        spec, mask, shardings, crew, has_backward, records = others
         tokens, ranks = shardings[0].tokens, range(len(shardings))
         shards = [
             (local_shard(q, 1, tokens, i), local_shard(k, 1, tokens, i), local_shard(v, 1, tokens, i)) for i in ranks
@@ -76,8 +78,10 @@ class _Replay(torch.autograd.Function):
         calls = [new_call(*shards[rank], *values, shardings[rank], ANY_RANKS) for rank in ranks]
         for call in calls:
             call.kv_ready = None  # all ranks use the stream of the kernels
-        if has_backward and any(ctx.needs_input_grad):
-            _check_sums(calls[0], q.device)
+        for call, record in zip(calls, records, strict=False):
+            call.record = record
+        if has_backward and any(ctx.needs_input_grad) and (why := unknown_sums(calls[0], q.device)):
+            raise ValueError(f"replay: {why}")
         shapes = [tuple(x.shape for x in of_rank) for of_rank in shards]
         results = _on_ranks(crew, q.device, lambda rank: compute(calls[rank], *shards[rank], latent_weight))
         saved = [of_rank for _, _, of_rank in results]
@@ -121,19 +125,20 @@ def _on_ranks(crew: Crew, device: torch.device, body: Callable[[int], OfRank]) -
     return crew.run(run)
 
 
-def _check_sums(call: AttentionCall, device: torch.device) -> None:
-    """Raise if backward adds gradients in the order of a collective, which only the process group knows.
+def unknown_sums(call: AttentionCall, device: torch.device) -> str:
+    """Why the gradients cannot be replayed: backward adds them in the order of a collective. "" if they can be.
 
     This rank's own term of a sum is 0 where its ranks are all that there are, so that the sum of three has two terms.
     """
     links, plan = links_of(call.placement, device), call.plan
     if plan.num_steps == 1 or not plan.dense or links.share_memory:
-        return
+        return ""
     for link, most in ((links.within, 3 if links.across is None else 2), (links.across, 2)):
         if link is not None and not link.reads_in_place and link.ranks.size() > most:
-            raise ValueError(
-                f"replay: in context_parallel's all-gather, {link.ranks.size()} ranks add the gradients of keys and "
-                "values in a reduce-scatter, whose order of sums its process group decides (NCCL, gloo), so that they "
-                "cannot be replayed bit by bit; replay the forward alone, under torch.no_grad(), or let the ranks use "
-                "comm='p2p' or strategy='ring'"
+            return (
+                f"in context_parallel's all-gather, {link.ranks.size()} ranks add the gradients of keys and values in "
+                "a reduce-scatter, whose order of sums its process group decides (NCCL, gloo), so that they cannot be "
+                "replayed bit by bit; replay the forward alone, under torch.no_grad(), or let the ranks use comm='p2p' "
+                "or strategy='ring'"
             )
+    return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial, reduce
 from operator import add
@@ -18,8 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask
+from seqpar.kernels.cpu import CpuBackend
 from seqpar.ranks.in_process import Crew
-from seqpar.strategies import call, head_exchange
+from seqpar.strategies import algorithms, call, head_exchange
+from seqpar.strategies.transfers import Transfers
 
 from ..cases import Batch
 from ..hosts import hosts_of
@@ -257,3 +259,88 @@ def test_an_error_on_one_rank_ends_all() -> None:
     crew = Crew(3, 3, True)
     with pytest.raises(RuntimeError, match="no rank sends"):
         crew.run(lambda rank: crew.receive("a message", rank) if rank else None)
+
+
+REPORTED: dict[str, dict[str, Any]] = {
+    "ring": {"strategy": "ring", "dropout_p": 0.2, "dropout_seed": 5},
+    "ulysses": {"strategy": "ulysses", "softcap": 2.0},
+    "all-gather": {"strategy": "context_parallel", "comm": "all_gather", "mask": Mask.full()},
+    "invariant": {"strategy": "ring", "deterministic": "invariant"},
+}
+
+
+@on_ranks
+def reports(group: ProcessGroup, faults: bool) -> dict[str, seqpar.ReplayReport]:
+    """Reports of several strategies, or of a ring in which one rank makes an error."""
+    torch.manual_seed(0)
+    sharding = seqpar.Sharding(37, "zigzag", group=group)
+    q, k, v = (sharding.shard(torch.randn(2, 37, heads, 8)) for heads in (6, 3, 3))
+    if not faults:
+        options = {**REPORTED, "sinks": {"sinks": torch.randn(6), "alibi_slopes": torch.rand(6)}}
+        return {name: seqpar.replay_report(q, k, v, sharding=sharding, **of_call) for name, of_call in options.items()}
+    found, wait, forward, backward = {}, Transfers.wait, CpuBackend.forward, algorithms.Ring.backward
+    calls = list[int]()
+
+    def wrong_message(transfers: Any, step: Any) -> Any:
+        keys, values = wait(transfers, step)
+        return (keys, values) if step.index != 2 else (keys, values.nextafter(torch.tensor(9.0)))
+
+    def wrong_kernel(*args: Any) -> Any:
+        calls.append(1)
+        out, lse = forward(*args)
+        return (out, lse) if len(calls) != 2 else (out, lse + 1e-3)
+
+    def wrong_return(*args: Any) -> Any:
+        dq, dk, dv, dsinks = backward(*args)
+        return dq, dk * 2, dv, dsinks
+
+    for name, rank, fault in (
+        ("message", 1, mock.patch.object(Transfers, "wait", wrong_message)),
+        ("kernel", 2, mock.patch.object(CpuBackend, "forward", wrong_kernel)),
+        ("returned", 1, mock.patch.object(algorithms.Ring, "backward", wrong_return)),
+    ):
+        with fault if group.rank() == rank else nullcontext():
+            found[name] = seqpar.replay_report(q, k, v, sharding=sharding, strategy="ring", mask=Mask.full())
+    return found
+
+
+@pytest.mark.parametrize(("world", "shared_memory"), [(4, False), (3, True)])
+def test_report(pool: Pool, world: int, shared_memory: bool) -> None:
+    """All bits are equal, also of one rank with itself; the backward of an all-gather over gloo is not compared."""
+    for of_rank in pool.run(world, reports, False, shared_memory=shared_memory):
+        for name, report in of_rank.items():
+            assert report.ok and not any(report.differing.values()), f"{name}: {report}"
+            over_gloo = name == "all-gather" and world == 4
+            assert bool(report.not_compared) == over_gloo
+            assert report.errors.keys() == ({"out"} if over_gloo else {"out", "dq", "dk", "dv"})
+            assert max(report.errors.values()) < 100 * report.unit
+            assert name != "invariant" or not any(report.errors.values())
+        assert "every bit of forward and backward on" in str(of_rank["ring"])
+
+
+def test_report_of_a_fault(pool: Pool) -> None:
+    """It names the rank, the step and the tensor, and says whether a message or a kernel is wrong."""
+    first, *others = pool.run(3, reports, True)
+    assert all(of_rank == first for of_rank in others)
+    expected = {
+        "message": ("forward", 1, "v", "input", "step 2 (keys of ring rank(s) 2)", "message"),
+        "kernel": ("forward", 2, "lse", "result", "step 1 (keys of ring rank(s) 1)", "kernel has read the same"),
+        "returned": ("backward", 1, "dk", "returned", "", "all kernels computed the same"),
+    }
+    for name, (direction, rank, quantity, role, step, text) in expected.items():
+        report, found = first[name], first[name].first
+        assert found is not None and not report.ok
+        assert (found.direction, found.rank, found.quantity, found.role) == (direction, rank, quantity, role)
+        assert found.step == step and text in str(report)
+    assert first["returned"].differing == {"out": (), "lse": (), "dq": (), "dk": (1,), "dv": ()}
+    assert first["message"].differing["out"] == (1,)
+
+
+def test_errors_of_the_report() -> None:
+    q = torch.randn(1, 16, 4, 8)
+    with pytest.raises(TypeError, match="sharding=None: expected"):
+        seqpar.replay_report(q, q, q, sharding=None)
+    with pytest.raises(ValueError, match="without dropout_seed"):
+        seqpar.replay_report(q, q, q, sharding=seqpar.Sharding(16), dropout_p=0.5)
+    with pytest.raises(TypeError, match="not an option"):
+        seqpar.replay_report(q, q, q, sharding=seqpar.Sharding(16), chunks=2)
