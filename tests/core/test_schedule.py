@@ -19,7 +19,7 @@ from seqpar.placement.heads import Heads, kv_index
 from seqpar.placement.layout import CPU, LayoutName, TokenLayout, segments_layout
 from seqpar.placement.placement import Placement
 from seqpar.planner.pairs import visible_pairs
-from seqpar.schedule.plan import AttentionPlan
+from seqpar.schedule.plan import AttentionPlan, attention_plan
 from seqpar.schedule.program import Hop
 from seqpar.schedule.rows import KeyIntervals, RowSpans
 from seqpar.strategies.head_exchange import MAX_CHUNKS, HeadExchange
@@ -206,43 +206,57 @@ def test_many_documents_are_few_spans(layout: LayoutName) -> None:
 
 
 @settings(max_examples=100)
-@given(scheduled(), st.integers(1, 4), st.integers(1, 2))
+@given(scheduled(), st.integers(1, 4), st.integers(1, 2), st.sampled_from([1, 2, 4]))
 def test_messages_are_posted_once_and_in_the_same_order_on_every_rank(
-    problem: Scheduled, chunks: int, prefetch: int
+    problem: Scheduled, chunks: int, prefetch: int, groups: int
 ) -> None:
+    """Also where groups of heads have masks of their own."""
     mask, shards, gather, per_host = problem
     heads, programs = Heads.of_model(8, 4), []
+    mask = Mask.by_heads([mask, *(Mask.sliding_window(9 * i) for i in range(1, groups))])
     for rank in range(shards.ring):
-        plan = AttentionPlan(mask, shards, rank, gather, per_host)
+        plan = attention_plan(mask, shards, rank, gather, per_host, 8)
         programs.append(plan.program(heads, chunks, prefetch=prefetch))
     posts = [[step.posts for step in program.steps] for program in programs]
     assert all(other == posts[0] for other in posts)
     posted = [post for step_posts in posts[0] for post in step_posts]
     steps = programs[0].steps
-    assert [i for level, i in posted if level == "intra_host"] == list(range(1, len(steps)))
+    messages = [i for i, step in enumerate(steps) if step.index]
+    assert [i for level, i in posted if level == "intra_host"] == messages
     inter_host = [i for i, step in enumerate(steps) if step.starts_inter_host]
     assert [i for level, i in posted if level == "inter_host"] == inter_host
-    for i in range(1, len(steps)):
+    for i in messages:
         at = next(at for at, step_posts in enumerate(posts[0]) if ("intra_host", i) in step_posts)
         assert i - prefetch <= at <= i
         if i in inter_host:
             assert posted.index(("inter_host", i)) < posted.index(("intra_host", i))
 
 
-@given(scheduled(), st.sampled_from([(8, 8), (8, 2), (6, 3), (4, 1), (1, 1)]), st.integers(1, 4), st.booleans())
+@given(
+    scheduled(),
+    st.sampled_from([(8, 8), (8, 2), (6, 3), (4, 1), (1, 1)]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.booleans(),
+)
 def test_each_head_attends_to_the_keys_of_each_step_once(
-    problem: Scheduled, model_heads: tuple[int, int], chunks: int, split_own: bool
+    problem: Scheduled, model_heads: tuple[int, int], chunks: int, split_own: bool, by_heads: bool
 ) -> None:
-    """Forward and backward; the last step of a head is marked, and its gradients are written before they are added."""
+    """Forward and backward; the last step of a head is marked, and its gradients are written before they are added.
+    With a mask for each KV head, each head attends to the keys of its own mask."""
     mask, shards, gather, per_host = problem
-    plan = AttentionPlan(mask, shards, shards.ring - 1, gather, per_host)
+    masks = [mask, *(Mask.sliding_window(9 * i) for i in range(1, model_heads[1] if by_heads else 1))]
+    where = shards, shards.ring - 1, gather, per_host
+    plan = attention_plan(Mask.by_heads(masks), *where, model_heads[0])
     program = plan.program(Heads.of_model(*model_heads), chunks, split_own=split_own)
+    of_mask = [AttentionPlan(x, *where) for x in masks]
+    seen = [[i for i in range(len(x)) if x.intervals(i, CPU)] for x in of_mask]
+    of_head = [seen[head * len(masks) // model_heads[0]] for head in range(model_heads[0])]
     for steps in (program.steps, program.backward_steps):
         computed = [
             (step.index, head) for step in steps if step.attends for head in step.q_heads or range(model_heads[0])
         ]
-        expected = [i for i in range(len(plan)) if plan.intervals(i, CPU)]
-        assert sorted(computed) == [(i, head) for i in expected for head in range(model_heads[0])]
+        assert sorted(computed) == sorted((i, head) for head, keys in enumerate(of_head) for i in keys)
     finished = [h for step in program.steps if step.is_last for h in step.q_heads or range(model_heads[0])]
     assert sorted(finished) == list(range(model_heads[0]))
     written = [h for step in program.backward_steps if step.new_dq for h in step.q_heads or range(model_heads[0])]
