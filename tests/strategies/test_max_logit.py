@@ -15,8 +15,8 @@ from examples import qk_clip
 from seqpar import Sharding
 
 from ..pool import OwnPool, Pool, on_ranks, start
-from ..problems import BATCH_RULES, RULES
-from ..reference import assert_close, combined_mask, fitted, rules_id, visible_pairs
+from ..problems import BATCH_RULES, HEAD_RULES, RULES
+from ..reference import assert_close, combined_mask, fitted, groups_of, rules_id, visible_pairs
 
 BATCH, HEADS, HEAD_DIM = 2, 4, 8
 STRATEGIES = "ring", "ulysses", "context_parallel", "auto"
@@ -44,14 +44,16 @@ def scores(q: Tensor, k: Tensor, softcap: float = 0.0, alibi_slopes: Tensor | No
 def check_every_mask(group: ProcessGroup, seed: int) -> None:
     torch.manual_seed(seed)
     choices = zip(cycle(STRATEGIES), cycle(("zigzag", "striped", "contiguous")), cycle(FEATURES), strict=False)
-    for given_rules, (strategy, layout, features) in zip((*BATCH_RULES, *RULES), choices, strict=False):
+    by_heads = [rules for rules in HEAD_RULES if groups_of(rules) == 2]
+    for given_rules, (strategy, layout, features) in zip((*BATCH_RULES, *RULES, *by_heads), choices, strict=False):
         seq_len = 22 if given_rules[0].name != "full" else max(1, group.size() - 1)  # a rank without tokens
         rules = fitted(given_rules, seq_len)
         mask, sharding = combined_mask(rules), Sharding(seq_len, layout, group=group)
         for dtype in (torch.float64, torch.bfloat16):
             q, k = torch.randn(BATCH, seq_len, HEADS, HEAD_DIM), torch.randn(BATCH, seq_len, 2, HEAD_DIM)
             q, k = q.to(dtype), k.to(dtype)
-            hidden = ~visible_pairs(rules, seq_len)[:, None]
+            hidden = ~visible_pairs(rules, seq_len)
+            hidden = hidden[:, None] if hidden.dim() == 3 else hidden.repeat_interleave(HEADS // 2, 1)
             expected = scores(q.double(), k.double(), **features).masked_fill(hidden, -torch.inf).amax((0, 2, 3))
             given = [sharding.shard(x).requires_grad_() for x in (q, k, k)]
             out, *lse, found = seqpar.attention(
