@@ -131,6 +131,8 @@ class _Notes:
             owners = sorted({transfer.owner for transfer in step.intra_host.receives})
             keys = f"keys of ring rank(s) {', '.join(map(str, owners))}" if step.index else "own keys"
             where = f"step {step.index} ({keys})"
+            if step.q_heads is not None:
+                where += f" of query heads {step.q_heads.start} to {step.q_heads.stop - 1}"
         self.found += [(direction, where, role, name, _checksum(x)) for name, x in tensors.items()]
 
 

@@ -266,6 +266,7 @@ REPORTED: dict[str, dict[str, Any]] = {
     "ulysses": {"strategy": "ulysses", "softcap": 2.0},
     "all-gather": {"strategy": "context_parallel", "comm": "all_gather", "mask": Mask.full()},
     "invariant": {"strategy": "ring", "deterministic": "invariant"},
+    "by heads": {"strategy": "ring", "mask": Mask.by_heads([Mask.full(), Mask.causal(), Mask.sliding_window(9)])},
 }
 
 
