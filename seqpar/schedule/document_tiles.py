@@ -26,12 +26,10 @@ class DocumentTiles:
     """The rows of all tiles, batch row by batch row and document by document.
 
     Attributes:
-        tokens: the token of each row as ``position * b + batch row``, int64 ``[m]``; -1 for a row without one.
         rows: the row of each token, int64 ``[b, s]``.
         lo, hi: the first and one past the last row that each row sees, int64 ``[m]``. Neither decreases.
     """
 
-    tokens: Tensor
     rows: Tensor
     lo: Tensor
     hi: Tensor
@@ -46,7 +44,7 @@ class DocumentTiles:
             seq_len, batch: the sizes.
         """
         positions, total = torch.arange(seq_len, device=CPU), 0
-        columns: list[list[Tensor]] = [[], [], [], []]
+        columns: list[list[Tensor]] = [[], [], []]
         for row in range(batch):
             begin = torch.tensor([x for x in starts[row % len(starts)] if x < seq_len], dtype=torch.int64, device=CPU)
             length = torch.cat([begin[1:], begin.new_full((1,), seq_len)])[: len(begin)] - begin
@@ -58,48 +56,43 @@ class DocumentTiles:
             edge = torch.cat([place, place.new_full((1,), total)])
             lo, hi = (x.clamp(max=seq_len) for x in runs[row % len(runs)].at(positions))
             first = end.repeat_interleave(padded)  # a row without a token sees nothing
-            at, last, tokens = place - (total - len(first)), first.clone(), torch.full_like(first, -1)
-            tokens[at] = positions * batch + row
+            at, last = place - (total - len(first)), first.clone()
             first[at] = edge[lo]
             last[at] = torch.where(lo < hi, edge[hi - 1] + 1, edge[lo])
-            for column, x in zip(columns, (tokens, place, first, last), strict=True):
+            for column, x in zip(columns, (place, first, last), strict=True):
                 column.append(x)
-        tokens, place, lo, hi = (torch.cat([positions[:0], *column]) for column in columns)
-        return cls(tokens, place.view(batch, seq_len), lo, hi)
+        place, lo, hi = (torch.cat([positions[:0], *column]) for column in columns)
+        return cls(place.view(batch, seq_len), lo, hi)
 
-    def with_tokens(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows have tokens at ``positions``, bool ``[m]``, and which tiles have such rows, bool ``[tiles]``."""
-        rows = torch.zeros(len(self.tokens), dtype=torch.bool, device=CPU)
-        rows[self.rows[:, positions]] = True
-        return rows, rows.view(-1, TILE).any(1)
+    def seen_by(self, tiles: Tensor, rows: Tensor) -> Tensor:
+        """Which of ``rows`` some row of ``tiles`` sees, bool ``[len(rows)]``. Both are increasing."""
+        change = torch.zeros(len(rows) + 1, dtype=torch.int64, device=CPU)
+        queries = rows_of(tiles)
+        for ends, step in ((self.lo[queries], 1), (self.hi[queries], -1)):
+            change.index_add_(0, torch.searchsorted(rows, ends), torch.full_like(ends, step))
+        return change.cumsum(0)[:-1] > 0
 
-    def seen_by(self, tiles: Tensor) -> Tensor:
-        """The rows with a token that some row of ``tiles``, bool ``[tiles]``, sees; bool ``[m]``."""
-        queries = tiles.repeat_interleave(TILE)
-        change = torch.zeros(len(self.tokens) + 1, dtype=torch.int64, device=CPU)
-        for ends, step in ((self.lo, 1), (self.hi, -1)):
-            change.index_add_(0, ends[queries], torch.full_like(ends[queries], step))
-        return (change.cumsum(0)[:-1] > 0) & (self.tokens >= 0)
-
-    def seeing(self, tiles: Tensor) -> Tensor:
-        """The rows with a token that see some row of ``tiles``, bool ``[tiles]``; bool ``[m]``."""
-        below = _below(tiles)
-        first, last = self.lo // TILE, (self.hi + TILE - 1) // TILE
-        return (self.lo < self.hi) & (below[last] > below[first]) & (self.tokens >= 0)
+    def seeing(self, tiles: Tensor, rows: Tensor) -> Tensor:
+        """Which of ``rows`` see some row of ``tiles``, bool ``[len(rows)]``. Both are increasing."""
+        lo, hi = self.lo[rows], self.hi[rows]
+        first, end = (torch.searchsorted(tiles, tile) for tile in (lo // TILE, (hi + TILE - 1) // TILE))
+        return (lo < hi) & (first < end)
 
 
 def tiles_of(rows: Tensor) -> Tensor:
-    """The tiles that have some of ``rows``, bool ``[m]``; bool ``[tiles]``."""
-    return rows.view(-1, TILE).any(1)
+    """The tiles that have some of ``rows``, increasing."""
+    tiles: Tensor = (rows // TILE).unique()
+    return tiles
+
+
+def rows_of(tiles: Tensor) -> Tensor:
+    """All rows of ``tiles``."""
+    return (tiles[:, None] * TILE + torch.arange(TILE, device=CPU)).flatten()
 
 
 def rows_among(rows: Tensor, tiles: Tensor) -> Tensor:
-    """How many rows of ``tiles``, bool ``[tiles]``, come before each of ``rows``, integers up to m."""
+    """How many rows of ``tiles``, increasing, come before each of ``rows``, integers up to m."""
     tile = rows // TILE
-    inside = torch.cat([tiles, tiles.new_zeros(1)])[tile]
-    return _below(tiles)[tile] * TILE + torch.where(inside, rows % TILE, 0)
-
-
-def _below(tiles: Tensor) -> Tensor:
-    """How many of ``tiles`` come before each tile, and before the end; int64 ``[tiles + 1]``."""
-    return torch.cat([tiles.new_zeros(1, dtype=torch.int64), tiles.cumsum(0)])
+    at = torch.searchsorted(tiles, tile)
+    inside = torch.cat([tiles, tiles.new_full((1,), -1)])[at] == tile
+    return at * TILE + torch.where(inside, rows % TILE, 0)

@@ -19,7 +19,7 @@ v.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,12 +31,12 @@ from ..comm.p2p import links_of
 from ..kernels.document_tiles import OutputTiles, TileKernels, tile_kernels
 from ..masks.mask import Mask
 from ..placement.layout import CPU
-from ..schedule.document_tiles import TILE, DocumentTiles, rows_among, tiles_of
+from ..schedule.document_tiles import DocumentTiles, rows_among, rows_of, tiles_of
 from ..schedule.rows import KeyIntervals
 from ..sharding.spec import REPLICATED, AttentionSpec
 from .algorithm import Algorithm, AttentionGradients, Shapes
 from .call import AttentionCall
-from .row_exchange import RowPlan, fetch_rows, plan_of_tokens
+from .row_exchange import RowPlan, fetch_rows
 
 
 class Invariant(Algorithm):
@@ -139,36 +139,43 @@ def _rank_tiles(call: AttentionCall, batch: int, device: torch.device) -> _RankT
     tokens, rank, documents = call.placement.tokens, call.placement.rank, call.documents
     assert documents is not None
     tiles = DocumentTiles.of(call.plan.runs, documents, tokens.seq_len, batch)
-    held = [tokens.tensor_positions(peer)[0] for peer in range(tokens.ranks)]
-    keys, queries = list[Tensor](), list[Tensor]()  # that each rank needs from others
-    for peer, positions in enumerate(held):
-        own_rows, own_tiles = tiles.with_tokens(positions.tensor(CPU))
-        seen, seeing = tiles.seen_by(own_tiles), tiles.seeing(own_tiles)
-        keys.append(tiles.tokens[seen & ~own_rows].sort().values)
-        queries.append(tiles.tokens[seeing & ~own_rows].sort().values)
-        if peer == rank:
-            mine, of_keys, of_queries = (own_rows, own_tiles), (seen, tiles_of(seen)), (seeing, tiles_of(seeing))
+    # By rank, in the order of the sequence: row i is token i of the rank.
+    held = [tiles.rows[:, tokens.tensor_positions(peer)[0].tensor(CPU)].flatten() for peer in range(tokens.ranks)]
+    own, every = held[rank], tiles.rows.flatten()
+    own_tiles, owner = tiles_of(own), torch.empty_like(tiles.lo)
+    for peer, rows in enumerate(held):
+        owner[rows] = peer
 
-    def needed(rows: Tensor, of_tiles: Tensor) -> Tensor:
-        return torch.where(rows, tiles.tokens, -1).view(-1, TILE)[of_tiles].flatten()
-
-    def plan(wanted: list[Tensor], rows: tuple[Tensor, Tensor]) -> RowPlan:
-        return plan_of_tokens(held, rank, batch, wanted, needed(*rows), device)
+    def fetched(needed: Callable[[Tensor, Tensor], Tensor]) -> tuple[RowPlan, Tensor]:
+        """The plan for the rows that ``needed(tiles of a rank, rows)`` says, and their tiles."""
+        sent = [needed(tiles_of(rows), own).nonzero().flatten() for rows in held]
+        sent[rank] = sent[rank][:0]
+        rows = every[needed(own_tiles, every)]
+        remote = rows[owner[rows] != rank]
+        remote = remote[owner[remote].argsort(stable=True)]
+        index = torch.full_like(tiles.lo, len(own) + len(remote))  # zeros
+        index[own] = torch.where(needed(own_tiles, own), torch.arange(len(own), device=CPU), index[own])
+        index[remote] = torch.arange(len(remote), device=CPU) + len(own)
+        receives = owner[remote].bincount(minlength=len(held)).tolist()
+        of_tiles = tiles_of(rows)
+        plan = RowPlan(tuple(map(len, sent)), tuple(receives), torch.cat(sent), index[rows_of(of_tiles)])
+        return plan.on(device), of_tiles
 
     def intervals(query_tiles: Tensor, key_tiles: Tensor) -> KeyIntervals:
-        at, among = (x.repeat_interleave(TILE).nonzero().flatten().int() for x in (query_tiles, key_tiles))
+        at, among = rows_of(query_tiles), rows_of(key_tiles)
         lo, hi = (rows_among(x[at], key_tiles).int()[None] for x in (tiles.lo, tiles.hi))
-        return KeyIntervals(lo, hi, at, among).to(device)
+        return KeyIntervals(lo, hi, at.int(), among.int()).to(device)
 
-    nothing = [tiles.tokens[:0]] * len(held)
-    rows = rows_among(tiles.rows[:, held[rank].tensor(CPU)], mine[1])
+    (keys, key_tiles), (queries, query_tiles) = fetched(tiles.seen_by), fetched(tiles.seeing)
+    index = torch.full_like(tiles.lo, len(own))
+    index[own] = torch.arange(len(own), device=CPU)
     return _RankTiles(
-        index=upload(plan_of_tokens(held, rank, batch, nothing, needed(*mine), CPU).index, device),
-        rows=upload(rows, device),
-        keys=plan(keys, of_keys),
-        queries=plan(queries, of_queries),
-        seen=intervals(mine[1], of_keys[1]),
-        seeing=intervals(of_queries[1], mine[1]),
+        index=upload(index[rows_of(own_tiles)], device),
+        rows=upload(rows_among(own, own_tiles).view(batch, call.placement.length), device),
+        keys=keys,
+        queries=queries,
+        seen=intervals(own_tiles, key_tiles),
+        seeing=intervals(query_tiles, own_tiles),
     )
 
 

@@ -147,14 +147,6 @@ class _Owners:
         return RowPlan(tuple(map(len, sent)), tuple(map(len, received)), torch.cat(sent), rows)
 
 
-def plan_of_tokens(
-    held: Sequence[Positions], rank: int, batch: int, wanted: Sequence[Tensor], needed: Tensor, device: torch.device
-) -> RowPlan:
-    """The plan of a rank whose items are tokens. ``held`` are the positions of each rank; see ``_Owners.plan``."""
-    owners = _Owners(rank, len(held), batch, lambda r, x: _find_positions(held[r], x), len(held[rank]))
-    return owners.plan(wanted, needed).on(device)
-
-
 def _find_positions(held: Positions, x: Tensor) -> Tensor:
     index = held.counts_below(x.clamp(min=0))
     return torch.where((x >= 0) & (held.counts_below(x.clamp(min=0) + 1) > index), index, -1)
@@ -249,9 +241,9 @@ def halo_plan(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int
         all_rows = torch.arange(batch, device="cpu")[:, None]
         padded = torch.stack([torch.nn.functional.pad(x, (0, length - len(x)), value=-1) for x in by_row])
         keys = torch.where(padded < 0, -1, padded * batch + all_rows)  # [b, length]
+        owners = _Owners(rank, tokens.ranks, batch, lambda r, x: _find_positions(held[r], x), len(own))
         outputs = (torch.stack(places) + all_rows * (length - width)).flatten()
-        plan = plan_of_tokens(held, rank, batch, wanted, keys.flatten(), device)
-        return HaloPlan(plan, length, upload(outputs, device))
+        return HaloPlan(owners.plan(wanted, keys.flatten()).on(device), length, upload(outputs, device))
 
     return _cached("halo", mask, (tokens, rank, batch, width), device, make)
 
@@ -291,7 +283,8 @@ def shift_plan(
         found = torch.stack([torch.stack([later(own, step, row) for row in starts]) for step in by])
         all_rows = torch.arange(batch, device="cpu")[:, None]
         keys = torch.where(found < 0, -1, found * batch + all_rows)  # [len(by), b, s]
-        return plan_of_tokens(held, rank, batch, wanted, keys.flatten(), device)
+        owners = _Owners(rank, tokens.ranks, batch, lambda r, x: _find_positions(held[r], x), len(own))
+        return owners.plan(wanted, keys.flatten()).on(device)
 
     return _cached("shift", mask, (tokens, rank, batch, by), device, make)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import cycle, islice, product
 from typing import Any
@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
 
 import seqpar
 from seqpar import Mask
 from seqpar.kernels import document_tiles as kernels
 from seqpar.schedule import document_tiles as schedule
-from seqpar.strategies import invariant
 
 from ..pool import Pool, on_ranks
 from ..problems import BATCH_RULES, HEADS, RULES, Problem, solve
@@ -36,7 +36,7 @@ MASKS = [rules for rules in (*RULES, *BATCH_RULES) if not Problem(50, rules=rule
 def tiles_of(rows: int) -> Iterator[None]:
     """Tiles of so few rows that a short sequence has several."""
     with ExitStack() as stack:
-        for module in (schedule, kernels, invariant):
+        for module in (schedule, kernels):
             stack.enter_context(mock.patch.object(module, "TILE", rows))
         yield
 
@@ -195,6 +195,53 @@ def test_values_that_are_not_finite() -> None:
             assert value == torch.inf or not found["out"][0, 140, 0].isfinite().all()
         names = [x for x in results[0] if not torch.equal(*(y[x].nan_to_num(7.0, 8.0, 9.0) for y in results))]
         assert not names, f"{name}: {names} differ between one and three ranks"
+
+
+def test_few_tokens_and_other_modes() -> None:
+    """Ranks without tokens, no tokens, no batch rows, autocast, a gradient of lse alone, and a checkpoint."""
+    for batch, tokens, ranks in ((2, 3, 8), (2, 0, 2), (0, 5, 2)):
+        leaves = [torch.randn(batch, tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+        outs = attention(*leaves, strategy="local", **OPTIONS), seqpar.replay(*leaves, ranks=ranks, **OPTIONS)
+        for i, x in ((0, "out"), (1, "lse")):
+            of_one, of_all = (
+                [out[i], *torch.autograd.grad(out[i].sum(), leaves, allow_unused=True, retain_graph=True)]
+                for out in outs
+            )
+            assert all(map(torch.equal, of_one[:3], of_all[:3])), (batch, tokens, x)
+    leaves = [torch.randn(1, 40, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return seqpar.replay(*qkv, ranks=3, deterministic="invariant") * 2
+
+    expected = torch.autograd.grad(attend(*leaves).sum(), leaves)
+    again = torch.autograd.grad(checkpoint(attend, *leaves, use_reentrant=False).sum(), leaves)
+    assert all(map(torch.equal, again, expected))
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
+        assert torch.equal(attend(*leaves), attention(*leaves, strategy="local", **OPTIONS)[0] * 2)
+
+
+@on_ranks
+def attend_after_an_error(group: ProcessGroup) -> bool:
+    """A kernel raises on rank 1, in forward and then in backward, and all ranks attend again."""
+    torch.manual_seed(0)
+    sharding = seqpar.Sharding(300, "zigzag", group=group)
+    whole = [torch.randn(1, 300, heads, 8) for heads in (4, 2, 2)]
+    leaves = [sharding.shard(x).requires_grad_() for x in whole]
+    of_call: dict[str, Any] = {"sharding": sharding, "deterministic": "invariant"}
+    for method in ("forward", "query_gradients"):
+        error = MemoryError("no memory on one rank")
+        fails = mock.patch.object(kernels._TorchTiles, method, side_effect=error)
+        with fails if group.rank() == 1 else nullcontext(), suppress(MemoryError):
+            out = seqpar.attention(*leaves, **of_call)
+            if method != "forward":
+                out.sum().backward()
+    out = seqpar.attention(*leaves, **of_call)
+    expected = seqpar.attention(*whole, strategy="local", deterministic="invariant")
+    return torch.equal(out, sharding.shard(expected))
+
+
+def test_a_kernel_that_raises(pool: Pool) -> None:
+    assert pool.run(2, attend_after_an_error) == [True, True]
 
 
 def test_bytes() -> None:
