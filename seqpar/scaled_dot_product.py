@@ -27,6 +27,7 @@ from torch.overrides import (
 from torch.utils.checkpoint import CheckpointFunction
 
 from .base.checks import check_dense, check_int, no_compile
+from .comm.waiting import call as messages_of
 from .decoding import KeyValueCache, check_cache
 from .flex_and_varlen import TorchCall, flex_call, varlen_call, varlen_mask
 from .functional import attention
@@ -502,7 +503,8 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
         if of is not None and of.check is not None:
             if self.cache is not None:
                 raise ValueError("block_mask, cu_seq_q: a call with a cache takes the mask of replace_sdpa alone")
-            of.check(mask, self.sharding)
+            with messages_of(self.sharding.sequence_group, "the check of a mask"):  # other ranks may find no difference
+                of.check(mask, self.sharding)
         self.calls += 1
         needs_lse = of is not None and of.needs_lse
         call = call._replace(is_causal=False)

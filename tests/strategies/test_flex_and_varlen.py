@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import seqpar
 from seqpar import Mask
 
-from ..pool import Pool, on_ranks
+from ..pool import OwnPool, Pool, on_ranks, start
 from ..reference import assert_close
 
 TOKENS, BOUNDARIES = 131, [0, 7, 60, 61, 131]
@@ -228,6 +228,24 @@ def refuse(group: ProcessGroup) -> None:
 
 def test_a_call_with_another_mask_is_refused(pool: Pool) -> None:
     pool.run(2, refuse)
+
+
+@on_ranks
+def differ_on_one_rank(group: ProcessGroup, port: int) -> str:
+    start(port, "one mask differs", group.rank(), group.size())
+    sharding = seqpar.Sharding(TOKENS, "striped", mesh=seqpar.init_mesh(ring=-1, device_type="cpu"))
+    x = torch.randn(1, 2, sharding.seq_local, 8)
+    own = block_mask(window_mod if group.rank() == 1 else CAUSAL)
+    with pytest.raises((ValueError, RuntimeError)) as error, seqpar.replace_sdpa(sharding, Mask.causal()):
+        flex_attention(x, x, x, block_mask=own)
+    return str(error.value)
+
+
+def test_no_rank_waits_for_one_whose_mask_differs(own: OwnPool) -> None:
+    first, differs, last = own.pool.run(3, differ_on_one_rank, own.port)
+    assert "block_mask: the query at position" in differs
+    for message in (first, last):
+        assert "rank(s) [1] of the job" in message
 
 
 SHARDING = seqpar.Sharding(TOKENS)
