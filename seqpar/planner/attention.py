@@ -24,7 +24,7 @@ from ..masks.mask import Mask
 from ..placement.heads import Heads
 from ..placement.layout import CPU, TokenLayout
 from ..placement.placement import Placement
-from ..schedule.plan import AttentionPlan, attention_plan
+from ..schedule.plan import AttentionPlan, PlanByHeads, attention_plan
 from ..schedule.program import Step
 from ..sharding.spec import AttentionSpec
 from ..strategies.call import AttentionCall
@@ -274,9 +274,9 @@ class AttentionTimeline:
     def _pairs_by_step(self) -> dict[AttentionPlan, dict[int, float]]:
         """For the plan of each group of heads, the pairs of a query and a key that the kernel computes for one head in
         each step with keys."""
-        masks, sizes = self._split.mask.head_groups or (self._split.mask,), self._sizes
-        groups = self._plan.groups_of(Heads.of_model(sizes.heads, sizes.sent_kv_heads))
-        return {plan: self._pairs_of(mask, plan) for mask, (_, plan) in zip(masks, groups, strict=True)}
+        masks = self._split.mask.head_groups or (self._split.mask,)
+        plans = self._plan.plans if isinstance(self._plan, PlanByHeads) else [self._plan]
+        return {plan: self._pairs_of(mask, plan) for mask, plan in zip(masks, plans, strict=True)}
 
     def _pairs_of(self, mask: Mask, plan: AttentionPlan) -> dict[int, float]:
         s = self._split

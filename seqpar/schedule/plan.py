@@ -391,7 +391,7 @@ class PlanByHeads(AttentionPlan):
     """The plans of ``Mask.by_heads``: the steps of a group of heads follow the steps of the group before.
 
     Attributes:
-        plans: the plan of each group.
+        plans: the plan of each group, the same object for equal masks.
         size: the query heads of a group.
     """
 
@@ -401,7 +401,11 @@ class PlanByHeads(AttentionPlan):
         self.plans, self.size, self.num_steps, self._programs = plans, size, one.num_steps, {}
 
     def groups_of(self, heads: Heads) -> list[tuple[Heads, AttentionPlan]]:
-        found = [(part, self.plans[i]) for i, part in heads.groups(self.size)]
+        found: list[tuple[Heads, AttentionPlan]] = []
+        for i, part in heads.groups(self.size):
+            if found and found[-1][1] is self.plans[i]:  # neighbours with equal masks are one group
+                part = replace(part, queries=range(found.pop()[0].queries.start, part.queries.stop))
+            found.append((part, self.plans[i]))
         return found or [(heads, self.plans[0])]  # a tensor-parallel rank without heads
 
     def __getitem__(self, index: int) -> Step:
@@ -478,7 +482,8 @@ def attention_plan(
     plan: AttentionPlan | None = mask.plans.get(key)
     if plan is None:
         if groups:
-            plan = PlanByHeads([attention_plan(x, *arguments) for x in groups], heads // len(groups))
+            by_mask = {x: attention_plan(x, *arguments) for x in groups}
+            plan = PlanByHeads([by_mask[x] for x in groups], heads // len(groups))
         else:
             plan = _plans.get((mask, key), lambda: AttentionPlan(mask, *arguments))
         while len(mask.plans) >= _PLANS_OF_A_MASK:  # such as the causal mask of sequences of any length

@@ -264,6 +264,19 @@ def test_each_head_attends_to_the_keys_of_each_step_once(
     assert sorted(written + added) == list(range(model_heads[0]))
 
 
+def test_neighbouring_heads_with_equal_masks_have_one_plan() -> None:
+    """Whatever part of them a rank holds; a layer of windows and a full head has two groups, not four."""
+    window, layout = Mask.sliding_window(3), TokenLayout(32, "zigzag", ring=2)
+    plan = attention_plan(Mask.by_heads([window, window, Mask.sliding_window(3), Mask.full()]), layout, 0, heads=16)
+    of_model = Heads.of_model(16, 8)
+    assert [part.queries for part, _ in plan.groups_of(of_model)] == [range(12), range(12, 16)]
+    assert [part.queries for part, _ in plan.groups_of(of_model[range(5, 14)])] == [range(5, 12), range(12, 14)]
+    assert [part.queries for part, _ in plan.groups_of(of_model[range(14, 15)])] == [range(14, 15)]
+    assert len(plan.program(of_model).steps) == 4 and len(plan.program(of_model[range(3, 9)]).steps) == 2
+    alternating = attention_plan(Mask.by_heads([window, Mask.full()] * 2), layout, 0, heads=16)
+    assert len(alternating.program(of_model).steps) == 8
+
+
 def test_a_program_is_printed_step_by_step() -> None:
     plan = AttentionPlan(Mask.causal(), TokenLayout(8, "zigzag", ring=4), 1)
     assert str(plan.program(Heads.of_model(4, 2))) == (
