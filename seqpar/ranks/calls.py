@@ -70,6 +70,7 @@ class Calls:
         self.greeted: dict[ProcessGroup, set[int]] = {}
         self.left = False  # whether an exception has left a call, and the ranks have not met since
         self.left_by: int | None = None
+        self._left_at = 0  # the number of the last call that this rank has left
         self.unusable: str | None = None
         self._closers: list[Close] = []
         self._used: WeakSet[Calls] = WeakSet((self,))  # whose connections the calls of this group use
@@ -154,7 +155,7 @@ class Calls:
 
     def leave(self) -> None:
         """Close the connections that the calls of this group use, so that no rank waits for messages of this one."""
-        self.left = True
+        self.left, self._left_at = True, self._number
         left_by = dist.get_rank() if self.left_by is None else self.left_by
         for calls in [*self._used]:
             calls.close(left_by)
@@ -174,14 +175,16 @@ class Calls:
         return f"seqpar/left/{self._name}/{calls_of(dist.group.WORLD).epoch}"
 
     def _waits_in_vain(self, operation: str) -> bool:
-        """In a long wait: whether another rank has left this call because messages have failed.
+        """In a long wait: whether another rank has left this call because messages have failed, or the call before it,
+        which this rank has ended.
 
         Raises:
             OutOfStepError: another rank has left this call for another reason, or waits in another call that has the
                 same number.
         """
         store, prefix = _get_default_store(), self._prefix()
-        for key in (f"{prefix}/{self._number}", f"{prefix}/all"):
+        ended = () if self._left_at == self._number - 1 else (self._number - 1,)
+        for key in (f"{prefix}/{call}" for call in (self._number, *ended, "all")):
             if store.check([key]):
                 self.left_by = rank = int(store.get(key))
                 if rank == MESSAGES_FAILED:
@@ -286,7 +289,7 @@ def begin_again() -> None:
         if calls._number:
             calls._write("all", dist.get_rank())
         calls.close(dist.get_rank())
-        calls.left, calls._number = False, 0
+        calls.left, calls._number, calls._left_at = False, 0, 0
     calls_of(dist.group.WORLD).epoch += 1
 
 

@@ -245,7 +245,7 @@ def test_no_rank_waits_for_one_whose_mask_differs(own: OwnPool) -> None:
     first, differs, last = own.pool.run(3, differ_on_one_rank, own.port)
     assert "block_mask: the query at position" in differs
     for message in (first, last):
-        assert "rank(s) [1] of the job" in message
+        assert "rank(s) [1] of the job left this call by an error" in message
 
 
 SHARDING = seqpar.Sharding(TOKENS)
