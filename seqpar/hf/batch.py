@@ -455,7 +455,8 @@ class BatchSpec:
 
     def _share(self, tree: TokenTree) -> None:
         """Make this the batch of the tokens of ``tree``."""
-        self.mask, self.valid, self.jump, self.in_place = tree.mask, tree.copies, None, None
+        self.mask, self.jump, self.in_place = tree.mask, None, None
+        self.valid = tree.copies.to(self.tensors["position_ids"].device)
         if (labels := self.tensors.get("labels")) is not None:
             counted = tree.copies[labels.cpu() != IGNORE_INDEX]
             self.num_items, self.copied = int(counted.sum()), bool((counted > 1).any())

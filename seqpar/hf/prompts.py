@@ -10,7 +10,7 @@ Shapes: rows of seq tokens; n tokens of the tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -103,6 +103,11 @@ class SharedPrompts:
     def counted(self) -> Tensor:
         """Where rollouts have tokens, bool ``[rollouts, tokens]``."""
         return self.places >= 0
+
+    def to(self, device: torch.device | str) -> SharedPrompts:
+        """The same with its tensors on ``device``. The tree stays on the host, where attention is planned."""
+        names = ("input_ids", "position_ids", "labels", "places")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     @property
     def batch(self) -> dict[str, Any]:

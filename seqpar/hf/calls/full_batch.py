@@ -257,7 +257,7 @@ def reduce_fused_loss(output: Any, forward: Forward, num_items: Any) -> Any:
         return output
     local_loss = total = -output.log_probs.sum() / num_items
     if (shard := forward.batch_shard) is not None and shard.weights is not None:
-        total = -(output.log_probs * shard.weights).sum() / num_items
+        total = -(output.log_probs * shard.weights.to(output.log_probs.device)).sum() / num_items
     # ``output.loss`` may also contain the router's loss, which has been reduced over the ranks already.
     loss = output.loss - local_loss + plain(reduce_over_ranks(total, forward.patch, forward.model))
     return type(output)(**{**output, "loss": loss})

@@ -341,7 +341,7 @@ def token_log_probs(model: nn.Module, batch: Mapping[str, Any] | SharedPrompts) 
     if isinstance(batch, SharedPrompts):
         if patch.settings.outputs == "local":
             raise ValueError("outputs='local': rollouts that share prompts need all outputs; leave outputs out")
-        return batch.unshare(token_log_probs(model, batch.batch))
+        return batch.unshare(token_log_probs(model, batch.to(root.device).batch))
     batch = dict(batch)
     if "labels" not in batch and "shift_labels" not in batch:
         batch["labels"] = _labels(batch)

@@ -129,7 +129,7 @@ class TokenLoss:
         in_rows, labels = labels, labels.reshape(-1)  # [tokens]
         if shard.weights is not None:
             log_probs = label_log_probs(logits, in_rows, self.patch.settings.loss_chunk)
-            total = -(log_probs * shard.weights).sum()
+            total = -(log_probs * shard.weights.to(log_probs.device)).sum()
         elif isinstance(logits, LazyLogits) and logits.full is None:
             total = summed_cross_entropy(logits, labels, self.patch.settings.loss_chunk, few_count)
         else:
