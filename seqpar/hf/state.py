@@ -243,6 +243,7 @@ class Forward:
     labels_version: int = 0
     noise: tuple[nn.Module, float] | None = None  # the embedding that adds NEFTune's noise, and its alpha
     targets: Tensor | None = None  # this rank's shifted labels, if the caller wants log-probabilities, not a loss
+    wants_entropy: bool = False  # whether the caller wants entropies too
     # Until the sharded text model starts, if other modules run on their whole input before: what ends the block in
     # which the ranks draw the same random numbers.
     alike: ExitStack = field(default_factory=ExitStack)

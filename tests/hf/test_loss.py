@@ -440,11 +440,13 @@ def some_loss(log_probs: Tensor, seed: int = 0) -> Tensor:
     return (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(seed))).mean()
 
 
-def from_logits(kind: str, batch: dict[str, Tensor], model: Any = None) -> Tensor:
+def from_logits(kind: str, batch: dict[str, Tensor], model: Any = None, entropy: bool = False) -> Tensor:
     labels = batch["labels"][:, 1:]
     unlabelled = {name: x for name, x in batch.items() if name != "labels"}
     scores = (model or tiny(kind))(**unlabelled, use_cache=False).logits[:, :-1].float().log_softmax(-1)
     found: Tensor = scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    if entropy:
+        found = -(scores.exp() * scores).sum(-1)
     return found.masked_fill(labels == -100, 0)
 
 
@@ -463,6 +465,10 @@ def log_probs(group: ProcessGroup, kind: str, how: str, batches: Any, wrapper: s
         seqpar.sync_gradients(model, group=group)
     assert_close(ours, expected[at])
     check_gradients(gradients(model), Result(0.0, gradients(plain), rounding_of(kind)))
+    with torch.no_grad():
+        again, entropies = seqpar.hf.token_log_probs(outer, by_rank[at], entropy=True)
+        assert torch.equal(again, ours)
+        assert_close(entropies, from_logits(kind, by_rank[at], plain, entropy=True))
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,15 @@ def trained_on_rollouts(group: ProcessGroup, cases: list[tuple[str, str, Expecte
         policy_loss(*ours, counted).backward()
         seqpar.sync_gradients(model, group=group)
         check_gradients(gradients(model), result, kind, arguments)
-        assert_close(seqpar.hf.token_log_probs(model, rollouts), log_probs)
+        alone = seqpar.hf.token_log_probs(model, rollouts)
+        ours = seqpar.hf.token_log_probs(model, rollouts, entropy=True)
+        assert torch.equal(alone, ours[0])
+        assert_close(ours[0], log_probs)
+        assert_close(ours[1], entropies)
+        model.zero_grad()
+        policy_loss(*ours, counted).backward()
+        seqpar.sync_gradients(model, group=group)
+        check_gradients(gradients(model), result, kind, arguments, "token_log_probs")
 
 
 CASES = {
@@ -203,7 +211,11 @@ def packed() -> dict[str, Tensor]:
 BATCHES = {"left": padded("left", False), "right": padded("right", True), "packed": packed()}
 SETTINGS = {
     1: [("llama", "ring-zigzag", "right")],
-    2: [("qwen3_moe", "ring-zigzag", "right"), ("mistral", "all_gather-striped", "left")],
+    2: [
+        ("qwen3_moe", "ring-zigzag", "right"),
+        ("mistral", "all_gather-striped", "left"),
+        ("gpt2", "ulysses-contiguous", "left"),
+    ],
     4: [("llama", "balanced", "packed"), ("gemma2", "hybrid-zigzag", "right"), ("gpt_oss", "ring-zigzag", "left")],
 }
 

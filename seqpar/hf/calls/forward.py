@@ -34,7 +34,7 @@ from ..inspection.support import (
     recomputes,
     text_model,
 )
-from ..losses.logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_log_probs
+from ..losses.logits import LOG_PROBS, LazyLogits, LogProbsOutput, MissingLogits, label_scores
 from ..losses.loss import TokenLoss, check_loss, plain, replace_loss_function, version_of
 from ..mechanisms.encoders import has_encoder, with_positions
 from ..randomness import same_random_numbers
@@ -148,7 +148,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     return (), kwargs
 
 
-def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wants_log_probs: bool) -> None:
+def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wants_log_probs: bool | str) -> None:
     """Change the arguments of a forward on a sharded sequence, in place, and set ``forward`` accordingly."""
     model, patch, shard, labels = forward.model, forward.patch, kwargs["seqpar"], kwargs.get("labels")
     forward.wants_loss = labels is not None
@@ -169,6 +169,7 @@ def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wa
             kwargs["seqpar"] = forward.shard = shard.having(num_items=shard.in_place[1])
         if wants_log_probs:
             forward.targets, kwargs["return_dict"] = labels, True
+            forward.wants_entropy = wants_log_probs == "entropy"
         if computes_cross_entropy(model):
             forward.labels = kwargs.pop("labels")
         if "skip_logits" in parameters:
@@ -291,7 +292,8 @@ def _with_loss(output: Any, forward: Forward, fused: bool) -> Any:
     """
     patch = forward.patch
     if forward.targets is not None:
-        output = LogProbsOutput(label_log_probs(output.logits, forward.targets, patch.settings.loss_chunk))
+        chunk, entropy = patch.settings.loss_chunk, forward.wants_entropy
+        output = LogProbsOutput(*label_scores(output.logits, forward.targets, chunk, entropy).unbind(-1))
     elif forward.labels is not None:
         logits = output[0] if isinstance(output, tuple) else output.to_tuple()[0]  # of each token
         loss = TokenLoss(patch, forward.model)(logits, forward.labels, seqpar=forward.batch_shard)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ from ..prompts import SharedPrompts
 from ..state import patch_of
 
 _CHUNK_BYTES = 128 << 20
-LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True asks for log-probabilities
+LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True, or "entropy" to ask for entropies too
 
 Pointwise = Callable[[Tensor], Tensor]
 InForward = Callable[[Tensor, Any, Callable[..., Tensor] | None], Tensor]
@@ -243,30 +243,48 @@ def summed_cross_entropy(
     def compute(hidden: Tensor, head: Any, forward: Callable[..., Tensor] | None) -> Tensor:
         rows = hidden.flatten(0, -2)  # [tokens, hidden]
         if forward is not None:
-            return -_log_probs(logits, rows, labels, head, forward, chunk, few_count).sum()
+            return -_scores(logits, rows, labels, head, forward, chunk, few_count).sum()
         return fused_cross_entropy(rows, head, labels, logits.pointwise, IGNORE_INDEX, chunk, few_count)
 
     return logits.in_forward(compute)
 
 
 def label_log_probs(logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None) -> Tensor:
-    """The log-probability of each shifted label: float32 ``[batch, seq]``, 0 where it is ``IGNORE_INDEX``.
+    """The log-probability of each shifted label: float32 ``[batch, seq]``, 0 where it is ``IGNORE_INDEX``."""
+    return label_scores(logits, labels, chunk)[..., 0]
 
-    Lazy logits ``[batch, seq, vocabulary]`` are computed for ``chunk`` tokens at a time, and again in backward.
+
+def label_scores(
+    logits: Tensor | LazyLogits, labels: Tensor, chunk: int | None = None, entropy: bool = False
+) -> Tensor:
+    """The log-probability of each shifted label, and with ``entropy`` the entropy of what is predicted there.
+
+    Lazy logits ``[batch, seq, vocabulary]`` are computed for ``chunk`` tokens at a time, and again in backward. The
+    result is float32 ``[batch, seq, 1 or 2]``, 0 where the label is ``IGNORE_INDEX``.
     """
     if isinstance(logits, LazyLogits) and logits.full is not None:
         logits = logits.full
     if not isinstance(logits, LazyLogits):
-        flat = logits.flatten(0, 1).float()
-        return -F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape)
+        return _score(logits.flatten(0, 1), labels.flatten(), entropy).view(*labels.shape, 1 + entropy)
 
     def compute(hidden: Tensor, head: Any, forward: Callable[..., Tensor] | None) -> Tensor:
-        return _log_probs(logits, hidden.flatten(0, -2), labels.flatten(), head, forward, chunk)
+        return _scores(logits, hidden.flatten(0, -2), labels.flatten(), head, forward, chunk, entropy=entropy)
 
-    return logits.in_forward(compute).view(labels.shape)
+    return logits.in_forward(compute).view(*labels.shape, 1 + entropy)
 
 
-def _log_probs(
+def _score(logits: Tensor, labels: Tensor, entropy: bool) -> Tensor:
+    """``label_scores`` of ``logits [tokens, vocabulary]``."""
+    logits = logits.float()
+    scores = [-F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")]
+    if entropy:
+        log_probs = logits.log_softmax(-1)
+        each = log_probs.exp() * log_probs.clamp(min=torch.finfo(torch.float32).min)  # 0 for a token of probability 0
+        scores.append(-each.sum(-1).masked_fill(labels == IGNORE_INDEX, 0))
+    return torch.stack(scores, -1)
+
+
+def _scores(
     logits: LazyLogits,
     rows: Tensor,  # [tokens, hidden], the input of the head
     labels: Tensor,  # int64 [tokens]
@@ -274,8 +292,9 @@ def _log_probs(
     forward: Callable[..., Tensor] | None,  # the head's; None for a plain linear layer
     chunk: int | None,
     few_count: bool = True,
+    entropy: bool = False,
 ) -> Tensor:
-    """The log-probability of each label, float32 ``[tokens]``. For ``few_count`` see ``fused_cross_entropy``."""
+    """``label_scores``, float32 ``[tokens, 1 or 2]``. For ``few_count`` see ``fused_cross_entropy``."""
     everything = labels
     if few_count:
         counted = (labels != IGNORE_INDEX).nonzero().flatten()
@@ -287,8 +306,7 @@ def _log_probs(
 
     def score(rows: Tensor, wanted: Tensor, *weights: Any) -> Tensor:
         scores = project(rows[None], *weights)[0]  # [chunk, vocabulary]
-        scores = logits.pointwise(scores) if logits.pointwise else scores
-        return -F.cross_entropy(scores.float(), wanted, ignore_index=IGNORE_INDEX, reduction="none")
+        return _score(logits.pointwise(scores) if logits.pointwise else scores, wanted, entropy)
 
     # If no label counts there is one empty chunk, so that this rank runs the same backward as the other ranks.
     scored = [
@@ -297,7 +315,8 @@ def _log_probs(
     ]
     scores = torch.cat(scored)
     if few_count:
-        scores = everything.new_zeros(everything.shape, dtype=torch.float32).index_put((counted,), scores)
+        shape = len(everything), scores.shape[1]
+        scores = everything.new_zeros(shape, dtype=torch.float32).index_put((counted,), scores)
     return scores
 
 
@@ -306,9 +325,22 @@ class LogProbsOutput(ModelOutput):
     """What a forward returns if it is asked for log-probabilities."""
 
     log_probs: Tensor | None = None  # float32 [batch, seq]
+    entropy: Tensor | None = None  # likewise, if it is asked for
 
 
-def token_log_probs(model: nn.Module, batch: Mapping[str, Any] | SharedPrompts) -> Tensor:
+@overload
+def token_log_probs(model: nn.Module, batch: Mapping[str, Any] | SharedPrompts) -> Tensor: ...
+
+
+@overload
+def token_log_probs(
+    model: nn.Module, batch: Mapping[str, Any] | SharedPrompts, *, entropy: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+
+
+def token_log_probs(
+    model: nn.Module, batch: Mapping[str, Any] | SharedPrompts, *, entropy: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
     """The log-probability of each token given the tokens before it.
 
     The logits are computed for a few tokens at a time (``loss_chunk`` of ``parallelize``), and again in backward. Each
@@ -321,13 +353,15 @@ def token_log_probs(model: nn.Module, batch: Mapping[str, Any] | SharedPrompts) 
         batch: the full batch, as the model is called with it. Without ``labels`` or ``shift_labels``, all tokens are
             labels, except for padding and for tokens whose position is 0 in ``position_ids``, which start a document.
             Or what ``share_prompts`` returns: rollouts that share prompts.
+        entropy: whether to return the entropies of the distributions too from which the labels would be drawn.
 
     Returns:
         float32 ``[batch, seq - 1]``, the same on every rank. Entry ``t`` is the log-probability of label ``t + 1``, and
         0 if this label is -100. With ``shift_labels [batch, seq]`` the result is ``[batch, seq]``, and entry ``t`` is
         the log-probability of label ``t``. With ``outputs="local"``, or with a batch from ``shard_batch``, the result
         has this rank's tokens only, ``[batch, seq_local]``. Of ``share_prompts``: ``[rollouts, tokens]``, and entry
-        ``t`` is the log-probability of token ``t`` of the answer.
+        ``t`` is the log-probability of token ``t`` of the answer. With ``entropy``, a pair of log-probabilities and
+        entropies, of the same shape.
 
     Raises:
         ValueError: the model is not parallelized, it does not predict the next token, or the batch cannot be sharded.
@@ -341,12 +375,16 @@ def token_log_probs(model: nn.Module, batch: Mapping[str, Any] | SharedPrompts) 
     if isinstance(batch, SharedPrompts):
         if patch.settings.outputs == "local":
             raise ValueError("outputs='local': rollouts that share prompts need all outputs; leave outputs out")
-        return batch.unshare(token_log_probs(model, batch.to(root.device).batch))
+        rollouts, row = batch, batch.to(root.device).batch
+        if entropy:
+            log_probs, entropies = token_log_probs(model, row, entropy=True)
+            return rollouts.unshare(log_probs), rollouts.unshare(entropies)
+        return rollouts.unshare(token_log_probs(model, row))
     batch = dict(batch)
     if "labels" not in batch and "shift_labels" not in batch:
         batch["labels"] = _labels(batch)
-    output: Any = model(**batch, **{LOG_PROBS: True})
-    return cast(Tensor, output.log_probs)
+    output: Any = model(**batch, **{LOG_PROBS: "entropy" if entropy else True})
+    return (output.log_probs, output.entropy) if entropy else cast(Tensor, output.log_probs)
 
 
 def _labels(batch: dict[str, Any]) -> Tensor:
