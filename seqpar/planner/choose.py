@@ -16,6 +16,7 @@ from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of
 from .memory import MemoryUse, longest_sequence, memory
 from .model import model_of
+from .pairs import heaviest_first
 from .reasons import human_tokens, reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
 from .shape import ModelShape
@@ -202,7 +203,9 @@ def plan(
         )
     if seq_len < ranks:
         raise ValueError(f"seq_len={seq_len}: expected at least one token for each of ranks={ranks}")
-    base = Setting(gpus, mask, seq_len, batch, kernel=kernel, model=shape, state_bytes=state_bytes)
+    base = Setting(
+        gpus, heaviest_first(mask, seq_len), seq_len, batch, kernel=kernel, model=shape, state_bytes=state_bytes
+    )
     switches = allowed_switches(shape, recompute, offload, chunked_loss, tiled_mlp, head_groups)
     compared = list(settings(base, ranks, replicas))
     if not compared:

@@ -30,6 +30,14 @@ def visible_pairs(mask: Mask, seq_len: int) -> int:
     return total // _masks(mask)
 
 
+def heaviest_first(mask: Mask, seq_len: int) -> Mask:
+    """``mask`` with its groups of heads rotated: the first ranks, of which one is simulated, have the most work."""
+    groups = mask.head_groups
+    pairs = [visible_pairs(group, seq_len) for group in groups]
+    at = pairs.index(max(pairs)) if groups else 0
+    return Mask.by_heads([*groups[at:], *groups[:at]]) if at else mask
+
+
 def computed_pairs(mask: Mask, seq_len: int, queries: Positions, keys: Sequence[Positions], tile: int) -> list[int]:
     """For each shard of keys, the number of pairs that a kernel computes for the queries of one shard.
 

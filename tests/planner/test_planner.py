@@ -253,6 +253,22 @@ def test_a_new_kind_of_layer_is_one_class() -> None:
     assert {x.switches.saving for x in seqpar.plan(wide, 1 << 18, 2).choices} == {0}
 
 
+def test_heads_with_windows_need_less_than_heads_without() -> None:
+    """A layer with both lies between the two, and the order of the heads does not matter: with an all-to-all, the rank
+    with the most work counts."""
+    causal, window, seconds = Mask.causal(), Mask.sliding_window(4095), dict[Mask, dict[Any, float]]()
+    orders = [Mask.by_heads([causal, window]), Mask.by_heads([window, causal])]
+    for mask in (causal, window, *orders):
+        plan = seqpar.plan("llama3-8b", 1 << 17, 8, mask=mask)
+        assert plan.mask == mask
+        seconds[mask] = {(x.strategy, *x.degrees.items()): x.seconds for x in plan.choices}
+    rings = [key for key in seconds[causal] if key[0] == "ring" and all(key in x for x in seconds.values())]
+    assert rings
+    for key in rings:
+        assert seconds[window][key] < seconds[orders[0]][key] < seconds[causal][key]
+    assert seconds[orders[0]] == seconds[orders[1]]
+
+
 def test_documents_need_less_than_one_sequence() -> None:
     one, many = (seqpar.plan("llama3-8b", 262144, 8, mask=mask) for mask in (None, mask_of("mix:magi", 262144)))
     assert many.best.tokens_per_s > 1.5 * one.best.tokens_per_s
@@ -298,6 +314,8 @@ def test_documents_need_less_than_one_sequence() -> None:
         ({"recompute": "none", "offload": True}, "offloading needs recompute"),
         ({"recompute": "some"}, "Choose one of none, keep_attention, full"),
         ({"mask": Mask.documents([0, 8])}, "cu_seqlens"),
+        ({"mask": Mask.by_heads([Mask.causal()] * 3)}, "by_heads of 3 groups, but attention has 32 query heads"),
+        ({"mask": Mask.by_heads([Mask.causal()] * 2), "head_groups": 2}, "head_groups=2: not with Mask.by_heads"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], words: str) -> None:
