@@ -266,8 +266,8 @@ def _replay(
     links, group = links_of(call.placement, whole[0].device), sharding.sequence_group
     in_memory = any(link is not None and link.reads_in_place for link in links)
     ranks, tokens, options = sharding.ranks, call.placement.tokens, dict(spec.strategy_options)
-    if tokens.ring > 1 and tokens.ulysses > 1:
-        options["ulysses_size"] = tokens.ulysses  # of a mesh
+    if spec.strategy == "hybrid" or options.get("comm") == "a2a+p2p":
+        options["ulysses_size"] = tokens.ulysses  # a mesh has said it
     notes = [_Notes() for _ in range(ranks)]
 
     def run(spec: AttentionSpec, layout: Layout, crew: Crew, records: list[_Notes]) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from seqpar.strategies.transfers import Transfers
 
 from ..cases import Batch
 from ..hosts import hosts_of
-from ..pool import Pool, on_ranks
+from ..pool import Pool, mesh_of, on_ranks
 from ..problems import BATCH_RULES, HEAD_RULES, RULES, Problem, heads_for
 from ..reference import assert_close, rows_of
 from ..strategy_cases import LAYOUTS, STRATEGIES
@@ -317,6 +317,19 @@ def test_report(pool: Pool, world: int, shared_memory: bool) -> None:
             assert max(report.errors.values()) < 100 * report.unit
             assert name != "invariant" or not any(report.errors.values())
         assert "every bit of forward and backward on" in str(of_rank["ring"])
+
+
+@on_ranks
+def report_on_a_mesh(group: ProcessGroup) -> seqpar.ReplayReport:
+    sharding = seqpar.Sharding(37, "zigzag", mesh=mesh_of(dp=2, ring=1, ulysses=4, tp=1))
+    torch.manual_seed(group.rank() // 4)
+    q, k, v = (sharding.shard(torch.randn(1, 37, 4, 8)) for _ in range(3))
+    return seqpar.replay_report(q, k, v, sharding=sharding, strategy="hybrid")
+
+
+def test_report_on_a_mesh(pool: Pool) -> None:
+    """Of each replica, with the mesh's number of ranks in an all-to-all."""
+    assert all(report.ok and len(report.threads) == 4 for report in pool.run(8, report_on_a_mesh))
 
 
 def test_report_of_a_fault(pool: Pool) -> None:
