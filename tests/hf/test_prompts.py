@@ -232,7 +232,7 @@ def trained_on_rows(group: ProcessGroup, cases: list[tuple[str, str, str, Result
         ours = model(**unlabelled, output_hidden_states=True)
         for key, theirs in outputs.items():
             if key in ours:
-                mine = ours[key][-1] if key == "hidden_states" else ours[key]
+                mine = ours[key] if key == "logits" else ours[key][-1].view(*real.shape, -1)
                 assert_close(mine[real], theirs[real], what=f"{kind} {key}")
         labels = batch["labels"][:, 1:]
         log_probs = seqpar.hf.token_log_probs(model, batch)
@@ -246,7 +246,10 @@ def outputs_of(kind: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     with torch.no_grad():
         found = tiny(kind)(**unlabelled, output_hidden_states=True, use_cache=False)
     log_probs = scores(found.logits[:, :-1], batch["labels"][:, 1:])[0]
-    return {"logits": found.logits, "hidden_states": found.hidden_states[-1], "log_probs": log_probs}
+    outputs = {"logits": found.logits, "hidden_states": found.hidden_states[-1], "log_probs": log_probs}
+    if (router_logits := found.get("router_logits")) is not None:
+        outputs["router_logits"] = router_logits[-1].view(*batch["input_ids"].shape, -1)
+    return outputs
 
 
 @pytest.mark.parametrize("world", SETTINGS)
