@@ -87,6 +87,7 @@ def attend(
         "full": seqpar.Mask.full(),
         "causal": seqpar.Mask.causal(),
         "documents": seqpar.Mask.documents([0, 50, 60, tokens]),
+        "by heads": seqpar.Mask.by_heads([seqpar.Mask.full(), seqpar.Mask.sliding_window(40, 9)]),
     }
     sharding = seqpar.Sharding(tokens, layout, **{k: x for k, x in options.items() if k in ("mesh", "group")})
     contexts: list[Any] = []
@@ -135,7 +136,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 CASES = [
     ("ring", "full", 8), ("ring", "causal", 4), ("ring", "documents", 2), ("all_gather", "full", 8),
     ("all_gather", "documents", 8), ("chunks", "full", 2), ("chunks", "causal", 2), ("ulysses", "causal", 8),
-    ("hybrid", "causal", 8),
+    ("hybrid", "causal", 8), ("ring", "by heads", 4), ("all_gather", "by heads", 8), ("chunks", "by heads", 2),
+    ("hybrid", "by heads", 8),
 ]  # fmt: skip
 
 

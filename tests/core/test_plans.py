@@ -82,9 +82,9 @@ def objects_after_steps(group: ProcessGroup, strategy: str) -> list[int]:
             seq_len = 100 + 3 * seed
             sharding = seqpar.Sharding(seq_len, "zigzag", group=group)
             q, k, v = (torch.randn(1, sharding.seq_local, 2, 4, requires_grad=True) for _ in range(3))
-            seqpar.attention(
-                q, k, v, strategy=strategy, mask=packed(seq_len, 6, seed), sharding=sharding
-            ).sum().backward()
+            mask = packed(seq_len, 6, seed)
+            mask = mask if seed % 2 else Mask.by_heads([mask, packed(seq_len, 3, seed)])
+            seqpar.attention(q, k, v, strategy=strategy, mask=mask, sharding=sharding).sum().backward()
         gc.collect()
         counts.append(len(gc.get_objects()))
     return counts

@@ -173,7 +173,8 @@ def test_no_read_back_and_no_copy(
         options = LAYER_STRATEGIES[strategy]
         name = options["strategy"]
         causal, documents = seqpar.Mask.causal(), seqpar.Mask.documents([*range(0, seq_len, 50), seq_len])
-        runs = list(zip(LAYOUTS, cycle((causal, documents, documents)), strict=False))
+        by_heads = seqpar.Mask.by_heads([documents, causal])
+        runs = list(zip(LAYOUTS, cycle((causal, documents, by_heads)), strict=False))
         # A fake operator takes 0.3 ms, and a step of 1,024 ranks has tens of thousands.
         runs = runs if world == 8 else runs[1:2]
         with fake_cuda(), torch.no_grad():
