@@ -287,7 +287,10 @@ def _explain_attention(
         error = (local - found).flatten(2).norm(dim=2) / right.flatten(2).norm(dim=2).mean()
         if local.shape == found.shape and bool((error[valid] <= tolerance).all()):
             return f"its queries, keys and values are correct; it is the attention without {missing}"
-    return "its queries, keys and values are correct; the mask, the scale or the keys of other ranks are wrong"
+    return (
+        "its queries, keys and values are correct; the mask, the scale, a kernel or the keys of other ranks are wrong "
+        "(seqpar.replay_report finds the step that a message or a kernel has made wrong)"
+    )
 
 
 def _dense_attention(
