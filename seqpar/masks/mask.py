@@ -370,8 +370,8 @@ class Mask(Opaque):
             raise TypeError(f"by_heads masks={masks!r:.200}: expected a list of masks, one for each group of heads")
         if not masks or any(mask.head_groups for mask in masks):
             raise ValueError(f"by_heads masks={masks!r:.200}: give at least one mask, and none that is by_heads itself")
-        for mask in masks:
-            masks[0]._check_combined(mask)
+        if len(rows := {mask.batch for mask in masks} - {1}) > 1:
+            raise ValueError(f"by_heads masks: they are for {sorted(rows)} batch rows; give masks for the same rows")
         return Mask((ByHeads(tuple(mask.rules for mask in masks)),)) if len(masks) > 1 else masks[0]
 
     @cached_property

@@ -410,7 +410,7 @@ class PlanByHeads(AttentionPlan):
 
     def __getitem__(self, index: int) -> Step:
         group, step = divmod(index, self.num_steps)
-        return replace(self.plans[group][step], group=group)
+        return self.plans[group][step]
 
     def __len__(self) -> int:
         return self.num_steps * len(self.plans)
