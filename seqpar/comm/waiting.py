@@ -188,7 +188,9 @@ class Pending:
                 raise
             assert self._ranks is not None
             at = error.done if isinstance(error, _WaitError) else done
-            cause = error if self._peers is None or at is None else PeerError(self._peers[at], str(error))
+            cause: RuntimeError = error
+            if self._peers is not None and at is not None and not isinstance(error, PeerError):
+                cause = PeerError(self._peers[at], str(error))
             raise failure(operation_name(), self._ranks, cause, began) from error
         if own_entry.written:
             own_entry.remove()
@@ -226,15 +228,24 @@ class _Greeting:
         self._sent = torch.tensor(self._tag, device="cpu")
         self._received = torch.empty_like(self._sent)
         where: dict[str, Any] = {"group": group, "tag": 0}
-        self._works = (
-            dist.isend(self._sent, group_dst=peer, **where),
-            dist.irecv(self._received, group_src=peer, **where),
-        )
+        with self._naming_the_peer():
+            self._works = (
+                dist.isend(self._sent, group_dst=peer, **where),
+                dist.irecv(self._received, group_src=peer, **where),
+            )
+
+    @contextmanager
+    def _naming_the_peer(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerError(self.peer, str(error)) from error
 
     def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        with self._naming_the_peer():
+            for work in self._works:
+                if work is not None:
+                    work.wait()
         number, what = self._received.tolist()
         check_tag(self._rank, (number, what), self._tag)
 
@@ -292,7 +303,8 @@ def start_messages(sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], 
             at = len(works)
             works.append(dist.irecv(x, group=group, group_src=peer, tag=number))
     except RuntimeError as error:
-        raise failure(operation_name(), ranks, PeerError(peers[at], str(error)), began) from error
+        cause = error if isinstance(error, PeerError) else PeerError(peers[at], str(error))
+        raise failure(operation_name(), ranks, cause, began) from error
     return Pending(works, buffers, ranks, peers)
 
 
@@ -361,7 +373,8 @@ class _Waiter:
                     work.wait()
                     done += 1
             except Exception as error:
-                result = error if isinstance(error, OutOfStepError) else _WaitError(done, str(error))
+                known = isinstance(error, OutOfStepError | PeerError)
+                result = error if known else _WaitError(done, str(error))
             del works, work
             self.errors.put(result)
 

@@ -18,6 +18,7 @@ CASES = {
         Case("ring", "handshake", "killed", 2),
         Case("hybrid", "forward", "stopped", 1),
         Case("ulysses", "backward", "raises", 2, shared_memory=True, late=True),
+        Case("all_gather", "backward", "killed", 2, late=True),
     ],
     "more": [
         Case("ring", "forward", "killed", 0, own_store=False),
