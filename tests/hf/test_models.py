@@ -473,3 +473,22 @@ def latent_bytes(group: ProcessGroup, expected: float) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_bytes_of_latent_attention(pool: Pool, world: int) -> None:
     pool.run(world, latent_bytes, one_device("deepseek_v3", make_batch("plain", 48)).loss)
+
+
+@on_ranks
+def with_invariant_bits(group: ProcessGroup, expected: dict[str, Result]) -> None:
+    """Latents are expanded before they are sent, because the gradient of their weight would be a sum over the ranks."""
+    options: dict[str, Any] = {"group": group, "layout": "zigzag", "deterministic": "invariant"}
+    for kind, result in expected.items():
+        for strategy in ("ring", "context_parallel"):
+            model = seqpar.hf.parallelize(tiny(kind), strategy=strategy, **options)
+            check_step(group, model, seqpar.hf.shard_batch(make_batch("packed"), group=group, layout="zigzag"), result)
+    model = seqpar.hf.parallelize(tiny("gpt_oss"), **options)
+    with pytest.raises(ValueError, match=r"'invariant'.*sinks"):
+        model(**seqpar.hf.shard_batch(make_batch("plain"), group=group, layout="zigzag"))
+
+
+def test_invariant_bits(pool: Pool) -> None:
+    pool.run(
+        2, with_invariant_bits, {kind: one_device(kind, make_batch("packed")) for kind in ("gemma2", "deepseek_v3")}
+    )

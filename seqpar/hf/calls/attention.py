@@ -118,7 +118,7 @@ def attention_forward(
         of_layer = mask, in_layer
         return attend_to_chosen(module, q, latents, rotated, indices, s_aux, of_layer, seqpar, scale, options), None
     if has_latent_kv(module):
-        if isinstance(seqpar, BatchShard) and patch.ranks > 1:
+        if isinstance(seqpar, BatchShard) and patch.ranks > 1 and patch.settings.deterministic != "invariant":
             weight = latent_weight(module, query.shape[1], key, patch.ulysses)
         if weight is None:
             key, value = expand(module, key, value)

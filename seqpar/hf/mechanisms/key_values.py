@@ -128,6 +128,8 @@ def gathers_shared_keys(module: nn.Module, patch: Patch, mask: Mask) -> bool:
         return False
     if patch.settings.options.get("comm") not in (None, "all_gather") or mask.has_window:
         return False
+    if patch.settings.deterministic == "invariant":  # the gradients of an all-gather are summed over the ranks
+        return False
     types, storing = cast(Any, module.config).layer_types, storing_layer(module)
     return modes[storing] == "store" and any(
         mode == "reuse" and kind == types[storing] for mode, kind in zip(modes, types, strict=True)
