@@ -42,6 +42,7 @@ from seqpar.placement import balanced
 
 from ..pool import Pool, may_have_children, on_ranks
 from ..reference import assert_error, nudge
+from . import test_encoders as encoders
 from .random_rows import draw, loader_of
 from .workers import HYBRIDS, VOCAB, make_batch, tiny
 
@@ -299,6 +300,47 @@ def test_trainer(
         expected,
         rounding_of_steps(kind),
     )
+
+
+class Tokens:
+    """What the collator asks a tokenizer for."""
+
+    padding_side = "right"
+
+    def pad(self, rows: list[dict[str, Any]], **options: Any) -> dict[str, Tensor]:
+        return {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+
+
+def with_encoder(config: Any, folder: str) -> Run:
+    """The losses of ``Seq2SeqTrainer``, of all weights and of LoRA."""
+    losses, peft = list[float](), import_module("peft")
+    batch = {name: x.repeat(4, 1) for name, x in encoders.make_batch("Bart", "plain").items()}
+    batch["labels"][::3, :9] = -100
+    rows = [{name: x[i].tolist() for name, x in batch.items()} for i in range(8)]
+    for lora in (False, True):
+        model = encoders.tiny("Bart")
+        if lora:
+            torch.manual_seed(2)
+            of_lora = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+            adapter = peft.LoraConfig(task_type="SEQ_2_SEQ_LM", **of_lora)
+            model = peft.get_peft_model(model, adapter)
+        sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        arguments = transformers.Seq2SeqTrainingArguments(parallelism_config=config, **settings(folder, 2, **sizes))
+        collate = transformers.DataCollatorForSeq2Seq(Tokens(), None, padding=False)
+        trainer = transformers.Seq2SeqTrainer(model, arguments, train_dataset=rows, data_collator=collate)
+        trainer.train()
+        losses += logged(trainer)
+    return losses, {}
+
+
+BODIES["encoder"] = with_encoder
+
+
+def test_encoder_decoder(pools: dict[int, Pool], tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    expected = alone("encoder", str(tmp_path))
+    runs = pools[2].run(2, parallel, "encoder", {"cp_size": 2}, str(tmp_path))
+    compare(runs, expected, encoders.one_device("Bart", "plain")[0].rounding)
 
 
 @pytest.mark.thorough(world=[2])
