@@ -351,7 +351,10 @@ def no_mask(
             )
         why = WITHOUT_HOOKS
         if forwards.now is not None and has_encoder(forwards.now.model):
-            why = "decoder_attention_mask was not given, so that the decoder takes pad tokens for padding; pass it"
+            why = (
+                "the decoder takes pad tokens for padding, or is compiled; pass decoder_attention_mask, and compile its "
+                "layers or the whole model"
+            )
         raise ValueError(f"attention_mask: it has padding, but {why}")
     if not torch.compiler.is_compiling():
         _check_known(mask_function, batch_size, q_length, device)
