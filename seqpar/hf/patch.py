@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -40,7 +42,15 @@ from .calls.attention import (
 )
 from .calls.full_batch import before_text_model, check_shareable
 from .calls.per_rank import call_with_all_batches
-from .inspection.support import check_adapters, check_layerdrop, check_model, masks_like, pools_last_token, text_model
+from .inspection.support import (
+    check_adapters,
+    check_encoder,
+    check_layerdrop,
+    check_model,
+    masks_like,
+    pools_last_token,
+    text_model,
+)
 from .inspection.trial import Trial
 from .losses.loss import replace_loss_function, replace_router_loss, restore_loss_function
 from .mechanisms.encoders import ATTENDS_ACROSS, check_settings, has_encoder, positional_embeddings
@@ -168,9 +178,38 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     for root in filter(has_encoder, roots):
         check_settings(settings, type(root).__name__)
     trials = {root: check_model(root) for root in roots}
+    encoders = [*filter(None, map(check_encoder, filter(has_encoder, roots)))]
+    patch = _apply(settings, model, trials, mesh, group)
+    for encoder, trial in encoders:
+        _shard_encoder(encoder, trial, patch)
+    return model
+
+
+def _shard_encoder(encoder: PreTrainedModel, trial: Trial, patch: Patch) -> None:
+    """Let ``encoder`` shard the sequence that it is called with, and all-gather its outputs."""
+    layout = patch.settings.layout if isinstance(patch.settings.layout, str) else "contiguous"  # of another length
+    settings = replace(patch.settings, outputs="full", layout=layout, share_prompts=False)
+    with ExitStack() as stack:
+        stack.callback(patch.undo.close)
+        inner = _apply(settings, encoder, {encoder: trial}, patch.mesh, patch.group, patch)
+        stack.pop_all()
+    patch.undo.callback(inner.undo.close)
+
+
+def _apply(
+    settings: Settings,
+    model: nn.Module,
+    trials: dict[PreTrainedModel, Trial],
+    mesh: DeviceMesh | None,
+    group: ProcessGroup | None,
+    outer: Patch | None = None,
+) -> Patch:
+    """Change ``model``, which holds the models of ``trials``. ``outer`` is of the model that has it as its encoder."""
+    roots, placement = [*trials], resolve(settings.strategy, mesh, group, settings.options)
     layers = {module: None for trial in trials.values() for module in trial.attention_modules}
     loss_ranks = None if placement.sequence_group is None else all_ranks_group(mesh, group)
-    patch = Patch(settings, mesh, group, placement.sequence_group, loss_ranks, ulysses=size_of(placement.ulysses))
+    ulysses = size_of(placement.ulysses)
+    patch = Patch(settings, mesh, group, placement.sequence_group, loss_ranks, ulysses=ulysses, outer=outer)
     for root, trial in trials.items():
         _record_masks(root, trial, patch)
         if trial.longest is not None and trial.counter is not None:
@@ -200,14 +239,15 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
                 patch.undo.callback(module.register_forward_pre_hook(check_layerdrop).remove)
             replace_mixers(root, trial.mixers, patch)
             _register_hooks(root, patch)
-            verify_while_training(root, patch)
+            if outer is None:
+                verify_while_training(root, patch)
         if settings.share_prompts:
             for root in roots:
                 check_shareable(root, patch)
         if settings.memory is not None:
             settings.memory.apply(model, [layer for text in texts for layer in layers_of(text)])
         patch.undo = undo.pop_all()  # no error: keep it
-    return model
+    return patch
 
 
 def restore(model: Model) -> Model:
@@ -292,7 +332,7 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
     text = text_model(root)
     if text is not root:
         before(text, before_text_model)
-    for module in positional_embeddings(text) if has_encoder(root) else ():
+    for module in positional_embeddings(text) if has_encoder(root) or patch.outer is not None else ():
         before(module, forward.before_positional_embedding)
     for module in filter(forward.depends_on_length, text.modules()):
         patch.depends_on_length = True

@@ -116,6 +116,7 @@ class Patch:
     seed: int = 0  # of attention dropout in these calls, the same on every rank
     depends_on_length: bool = False  # whether the largest position changes the frequencies of a rotary embedding
     attention: str = ""  # the name of the attention function of the text model before ``parallelize``
+    outer: Patch | None = None  # of the encoder-decoder model whose encoder this is about
     has_encoder: bool = False  # whether a model is an encoder-decoder model, whose decoder is sharded
     has_mixers: bool = False  # whether layers mix tokens by the functions of ``mixers``
     has_indexers: bool = False  # whether layers attend to keys that an indexer chooses

@@ -1,9 +1,10 @@
-"""Encoder-decoder models: the decoder's sequence is sharded, and each rank runs the encoder on its whole input."""
+"""Encoder-decoder models: the sequences of the decoder and of a text encoder are sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,10 @@ def one_device(kind: str, how: str) -> tuple[Result, Tensor]:
         return result, tiny(kind)(**batch).logits
 
 
+def note_length(lengths: list[int], layer: Any, args: Any, output: Tensor) -> None:
+    lengths.append(output.shape[1])
+
+
 Case = tuple[str, str, str, dict[str, Any]]  # the model, the batch, the arguments of ``parallelize``, and more
 
 
@@ -106,8 +111,13 @@ def check_cases(group: ProcessGroup, cases: list[tuple[Case, tuple[Result, Tenso
         else:
             given = {name: x.clone() for name, x in batch.items()}
         # Under Rows, SDPA saves other tensors than in the recomputation.
+        lengths: list[int] = []
+        note = partial(note_length, lengths)
+        layer = model.get_encoder().layers[0].fc1.register_forward_hook(note)
         with nullcontext(Rows()) if "checkpointing" in more else Rows() as rows:
             loss = model(**given).loss
+        layer.remove()
+        assert lengths[0] in ((21,) if kind == "Whisper" else (23 // group.size(), 23 // group.size() + 1)), lengths
         assert rows.most <= 10, what  # the logits of all tokens are never in memory at once
         loss.backward()
         seqpar.sync_gradients(model, group=group)
@@ -142,8 +152,8 @@ def test_loss_and_gradients(pool: Pool, world: int) -> None:
 
 
 @on_ranks
-def drawn(group: ProcessGroup, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """The encoder's states, the decoder's first hidden states of this rank, and the numbers that are drawn next."""
+def drawn(group: ProcessGroup, kind: str) -> tuple[Tensor, ...]:
+    """The encoder's first and last states, the decoder's first states, of this rank, and the numbers drawn next."""
     random = {"dropout": 0.5, **({"apply_spec_augment": True, "mask_time_length": 3} if kind == "Whisper" else {})}
     model = seqpar.hf.parallelize(tiny(kind, **random), group=group, outputs="local", layout="contiguous")
     batch = make_batch(kind, "plain")
@@ -153,14 +163,17 @@ def drawn(group: ProcessGroup, kind: str) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(group.rank())
     np.random.seed(group.rank())
     output = model(**batch, output_hidden_states=True)
-    return output.encoder_last_hidden_state, output.decoder_hidden_states[0][:, 1:], torch.from_numpy(np.random.rand(2))
+    states = output.encoder_hidden_states[0], output.encoder_last_hidden_state
+    return *states, output.decoder_hidden_states[0][:, 1:], torch.from_numpy(np.random.rand(2))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_ranks_draw_alike_in_the_encoder(pool: Pool, kind: str) -> None:
-    """Dropout and masked features are the same on all ranks in the encoder, and others in the decoder."""
-    (states, hidden, after), (states_1, hidden_1, after_1) = pool.run(2, drawn, kind)
-    assert torch.equal(states, states_1)
+    """Dropout and masked features are the same on all ranks in a whole encoder, and others where tokens are sharded."""
+    (first, states, hidden, after), (_, states_1, hidden_1, after_1) = pool.run(2, drawn, kind)
+    assert torch.equal(states, states_1) and (
+        kind == "Whisper" or not torch.equal(first[:, :11] == 0, first[:, 12:] == 0)
+    )
     assert not torch.equal(hidden == 0, hidden_1 == 0) and not torch.equal(after, after_1)
     np.random.seed(0)
     assert torch.equal(after, torch.from_numpy(np.random.rand(2)))
@@ -221,7 +234,7 @@ TOKENS = torch.full((2, LENGTH), 5)
 POSITIONS = torch.cat([torch.arange(20), torch.arange(LENGTH - 20)]).expand(2, -1)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "an encoder alone": (
-        lambda: seqpar.hf.parallelize(tiny("Bart").get_encoder()), "it has no decoder that takes encoder_hidden_states"
+        lambda: seqpar.hf.parallelize(tiny("Bart").get_encoder()), "BartEncoder: its forward takes no position_ids"
     ),
     "batches": (lambda: with_settings(batches="per_rank"), "batches='per_rank': it is not supported for Bart"),
     "scale": (lambda: with_settings(softmax_scale=1.0), "softmax_scale=1.0: it is not supported for Bart"),
@@ -241,7 +254,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "sharded encoder": (without_decoder_tokens, "sharded the tokens of the encoder; give it decoder_input_ids"),
     "a tuple": (lambda: parallel(return_dict=False), "encoder-decoder model are all-gathered by name"),
     "dense mask": (
-        lambda: parallel(attention_mask=torch.ones(2, 1, 23, 23, dtype=torch.bool)), "encoder_attention_mask: expected"
+        lambda: parallel(attention_mask=torch.ones(2, 1, 23, 23, dtype=torch.bool)),
+        r"attention_mask: shape \(2, 1, 23, 23\); expected ones and",
     ),
     "noise": (with_noise, "neftune_noise_alpha=5.0: encoders and decoders may share"),
     "no encoder": (

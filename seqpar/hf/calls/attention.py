@@ -352,8 +352,8 @@ def no_mask(
         why = WITHOUT_HOOKS
         if forwards.now is not None and has_encoder(forwards.now.model):
             why = (
-                "the decoder takes pad tokens for padding, or is compiled; pass decoder_attention_mask, and compile its "
-                "layers or the whole model"
+                "the decoder takes pad tokens for padding, or is compiled; pass decoder_attention_mask, and compile "
+                "its layers or the whole model"
             )
         raise ValueError(f"attention_mask: it has padding, but {why}")
     if not torch.compiler.is_compiling():

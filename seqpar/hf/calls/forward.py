@@ -128,6 +128,9 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                 f"{alone}after seqpar.hf.restore(model), or pass use_cache=False"
             )
         kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
+    elif (outer := _outer(patch)) is not None:
+        outer.alike.close()  # each rank draws its own random numbers for its tokens
+        kwargs, forward.full_call = shard_call(model, kwargs, False, (cast(Any, outer.shard).seed + 1) % 2**62)
     else:
         kwargs, forward.full_call = shard_call(model, kwargs, has_images)
     if has_images and forward.full_call is not None:
@@ -141,11 +144,34 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         forward.decoder_positions = kwargs.pop("decoder_position_ids")
     if encodes or merges(model):
         del kwargs["seqpar"]  # before_text_model passes it to the text model
-    if (encodes or forward.positions is not None) and patch.ranks > 1 and forward.batch_shard is not None:
-        devices = {p.device for p in model.parameters()}
-        forward.alike.enter_context(same_random_numbers(forward.batch_shard.seed, devices))
+    if patch.outer is not None and forward.batch_shard is not None:
+        _prepare_encoder(forward.batch_shard, kwargs, parameters)
+    if encodes or forward.positions is not None:
+        _draw_alike(forward)
     push_forward(forward)
     return (), kwargs
+
+
+def _outer(patch: Patch) -> Forward | None:
+    """The running forward of the encoder-decoder model whose encoder ``patch`` is about."""
+    forward = forwards.now
+    return forward if forward is not None and forward.patch is patch.outer else None
+
+
+def _draw_alike(forward: Forward, seed: int = 0) -> None:
+    """Let all ranks draw the same random numbers until ``forward.alike`` is closed. Another ``seed``: other numbers."""
+    if forward.patch.ranks > 1 and (shard := forward.batch_shard) is not None:
+        devices = {p.device for p in forward.model.parameters()}
+        forward.alike.enter_context(same_random_numbers(shard.seed + seed, devices))
+
+
+def _prepare_encoder(shard: BatchShard, kwargs: dict[str, Any], parameters: list[str]) -> None:
+    """Change the arguments of an encoder's forward on its sharded sequence, in place."""
+    ids = kwargs["position_ids"]
+    if "position_ids" not in parameters:
+        del kwargs["position_ids"]
+    if shard.valid is not None:  # the padding is part of the shard's mask; without a mask, some encoders look for more
+        kwargs["attention_mask"] = torch.ones_like(ids)
 
 
 def _prepare(forward: Forward, kwargs: dict[str, Any], parameters: list[str], wants_log_probs: bool | str) -> None:
@@ -275,6 +301,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
                 output = reduce_fused_loss(output, forward, kwargs["num_items_in_batch"])
     finally:
         pop_forward(forward)
+        if (outer := _outer(forward.patch)) is not None:
+            _draw_alike(outer, 2)
     if output is None:
         return None
     if isinstance(output, tuple):
@@ -390,9 +418,9 @@ def before_positional_embedding(module: nn.Module, args: Any, kwargs: dict[str, 
     """Embed the global positions of this rank's tokens, in a decoder that takes no position_ids."""
     if (forward := forwards.now) is None or (shard := forward.batch_shard) is None:
         return None
-    assert forward.decoder_positions is not None
-    ids = shard.positions[forward.patch.rank].to(forward.decoder_positions.device)
-    return (), with_positions(module.forward, args, kwargs, ids)
+    given = (*args, *kwargs.values(), *module.parameters())
+    device = next(x.device for x in given if isinstance(x, Tensor))
+    return (), with_positions(module.forward, args, kwargs, shard.positions[forward.patch.rank].to(device))
 
 
 def depends_on_length(module: nn.Module) -> bool:

@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...memory.weights import CACHE_ARGUMENTS
 from ...patching.forwards import function_of, runs_of
-from ..mechanisms.encoders import STATES, decoder_of, has_encoder
+from ..mechanisms.encoders import STATES, STATES_MASK, decoder_of, has_encoder
 from ..mechanisms.indexers import has_indexer
 from ..mechanisms.mixers import of_mixer_files
 from ..state import NAME
@@ -134,10 +134,28 @@ def attention_layers(root: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: module for name, module in root.named_modules() if name and "_seqpar" in vars(module)}
 
 
-def check_model(model: PreTrainedModel) -> Trial:
-    """Raise an error, with the name of the layer, if ``model`` would compute wrong results on a sharded sequence."""
+def check_encoder(model: PreTrainedModel) -> tuple[PreTrainedModel, Trial] | None:
+    """The encoder of ``model`` and its trial run, if it can be sharded too. None: every rank runs it on all tokens."""
+    encoder, decoder = cast(Any, model).get_encoder(), decoder_of(model)
+    if not isinstance(encoder, PreTrainedModel) or encoder is model or has_encoder(encoder):
+        return None
+    if "input_ids" not in parameters_of(encoder) or STATES_MASK not in parameters_of(decoder):
+        return None
+    try:
+        trial = check_model(encoder, positions=True)
+    except ValueError:
+        return None
+    shared = any(module in {*decoder.modules()} for module in trial.attention_modules)
+    return None if shared or trial.mixers or trial.longest is not None else (encoder, trial)
+
+
+def check_model(model: PreTrainedModel, positions: bool = False) -> Trial:
+    """Raise an error, with the name of the layer, if ``model`` would compute wrong results on a sharded sequence.
+
+    ``positions``: whether it may take no position_ids, if modules in it embed them.
+    """
     name = type(model).__name__
-    for reason in _reasons(model):
+    for reason in _reasons(model, positions):
         raise ValueError(f"model={name}: {reason}")
     trial = run_trial(model)
     if trial.mixers and getattr(model, "_use_kernels", False):
@@ -150,7 +168,7 @@ def check_model(model: PreTrainedModel) -> Trial:
     return trial
 
 
-def _reasons(model: PreTrainedModel) -> Iterator[str]:
+def _reasons(model: PreTrainedModel, positions: bool) -> Iterator[str]:
     """Why ``model`` cannot be parallelized, by its classes and its config."""
     text = text_model(model)
     composite = hasattr(model.config, "get_text_config") and not has_encoder(model)
@@ -169,7 +187,7 @@ def _reasons(model: PreTrainedModel) -> Iterator[str]:
                 todo = "; if a function in the model's file mixes tokens there, name it by seqpar.hf.register_mixer"
             yield f"layer {i} is of type {layer_type!r}; only {names} can be sharded along the sequence{todo}"
     purposes = {"kwargs": "to pass the mask to the layers", "position_ids": "for the positions of each rank's tokens"}
-    if has_encoder(model):  # the trial run tells whether the positions of its decoder can be given
+    if positions or has_encoder(model):  # the trial run tells whether the positions can be given
         del purposes["position_ids"]
     for parameter, purpose in purposes.items():
         if parameter not in parameters_of(text if has_encoder(model) else model):

@@ -124,7 +124,9 @@ class Trial:
         self.rows, self.length = (next((n for n in of if n not in sizes), of[0]) for of in (_ROWS, _LENGTHS))
         self.longer = next(n for n in _LENGTHS if n > self.length and n not in sizes)
         self.decoder = decoder_of(root) if has_encoder(root) else None
-        self.positions: Tensor | None = None  # of the decoder's tokens, int64 [rows, length]
+        self.text = self.decoder or root
+        self.positions: Tensor | None = None  # of the tokens, int64 [rows, length], if ``_embeddings`` embed them
+        self._embeddings: list[nn.Module] = []
         self.decoder_tokens: Any = None  # that the decoder got last
         self._states_length = next((n for n in _STATES if n not in sizes), _STATES[0])
         self._states_mask: Tensor | None = None  # of the encoder's states, as the decoder got it last
@@ -156,9 +158,10 @@ class Trial:
 
     def call(self, **arguments: Any) -> Any:
         """Call the model with ``arguments`` for the tokens of its sequence, which may be a decoder's."""
+        if self.decoder is not None or self._embeddings:
+            self.positions = arguments.pop("position_ids", None)
         if self.decoder is None:
             return self._root(**arguments)
-        self.positions = arguments.pop("position_ids", None)
         configs = (m.config for m in (cast(Any, self._root).get_encoder(), self.decoder))
         hidden = next(n for config in configs if (n := getattr(config, "hidden_size", None)) is not None)
         rows = len(arguments["input_ids" if "input_ids" in arguments else "labels"])
@@ -179,6 +182,11 @@ class Trial:
         if "position_ids" in parameters and self.positions is not None:
             kwargs["position_ids"] = self.positions
         return (), kwargs
+
+    def replace_embeddings(self) -> None:
+        self._embeddings = positional_embeddings(self.text)
+        for module in self._embeddings:
+            vars(module)["forward"] = partial(self.embed_positions, module.forward)
 
     def embed_positions(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Embed the positions of each row by ``forward``, which may take one row of them."""
@@ -329,7 +337,7 @@ def run_trial(root: PreTrainedModel) -> Trial:
 def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
     """The trial run with the arguments ``also``, which get the ids of the tokens."""
     trial = Trial(root)
-    implementation = (trial.decoder or root).config.get_text_config()._attn_implementation
+    implementation = trial.text.config.get_text_config()._attn_implementation
 
     def attend(name: str, function: Any, look_up: Callable[[str], Any]) -> Any:
         trial.functions.append(look_up(implementation))
@@ -345,8 +353,7 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
             ids = _token_ids(root, trial.rows, trial.length)
             if trial.decoder is not None:
                 stack.callback(trial.decoder.register_forward_pre_hook(trial.before_decoder, with_kwargs=True).remove)
-                for module in positional_embeddings(trial.decoder):
-                    vars(module)["forward"] = partial(trial.embed_positions, module.forward)
+            trial.replace_embeddings()
             for module in root.modules():
                 stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(trial.after).remove)

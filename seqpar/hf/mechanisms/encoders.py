@@ -1,12 +1,14 @@
-"""Encoder-decoder models: the decoder's sequence is sharded, and every rank runs the encoder on its whole input.
+"""Encoder-decoder models: the decoder's sequence is sharded, and the encoder's too if its layers allow it.
 
 A cross-attention attends from this rank's tokens to the states of the encoder, which every rank has in full. The
 model's own attention function computes it, without a message. In backward, the gradient of the encoder's states comes
 from this rank's tokens, and the encoder's backward is linear in it. So the mean of the ranks' gradients of the
 encoder's weights is one device's, as it is for all other weights.
 
-The ranks draw the same random numbers until the decoder starts: otherwise dropout in the encoder would give each of
-them other states.
+A text encoder is parallelized as a model of its own, with the same ranks: it shards the batch that the model calls it
+with, and all-gathers its states, once. In backward, one reduce-scatter sums their gradients. Any other encoder, such as
+Whisper's with its convolutions, runs on its whole input on every rank. The ranks then draw the same random numbers
+until the decoder starts: otherwise dropout would give each of them other states.
 
 Shapes: batch, s tokens of this rank, h query heads, n KV heads, d head_dim, e v_head_dim.
 """
@@ -30,7 +32,8 @@ STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"  # argum
 
 
 def has_encoder(model: Any) -> bool:
-    return bool(getattr(model.config, "is_encoder_decoder", False))
+    """Whether ``model`` is an encoder-decoder model. The config of its encoder or decoder may be the same."""
+    return bool(getattr(model.config, "is_encoder_decoder", False)) and model.get_decoder() is not model
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -42,8 +45,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     decoder: Any = cast(Any, model).get_decoder()
     if isinstance(decoder, PreTrainedModel) and has_encoder(decoder):
         decoder = cast(Any, decoder).get_decoder()  # of an encoder-decoder model beside a tower
-    takes_states = isinstance(decoder, PreTrainedModel) and STATES in inspect.signature(decoder.forward).parameters
-    if decoder is model or not takes_states:
+    if not isinstance(decoder, PreTrainedModel) or STATES not in inspect.signature(decoder.forward).parameters:
         raise ValueError(
             f"model={type(model).__name__}: its config is of an encoder-decoder model, but it has no decoder that "
             f"takes {STATES}; give the whole encoder-decoder model, or a decoder or an encoder with a config of its own"
