@@ -178,7 +178,8 @@ def apply(settings: Settings, model: Model, mesh: DeviceMesh | None, group: Proc
     for root in filter(has_encoder, roots):
         check_settings(settings, type(root).__name__)
     trials = {root: check_model(root) for root in roots}
-    encoders = [*filter(None, map(check_encoder, filter(has_encoder, roots)))]
+    found = filter(None, map(check_encoder, filter(has_encoder, roots)))
+    encoders = [(encoder, trial) for encoder, trial in found if _has_masks_of_layers(encoder, trial)]
     patch = _apply(settings, model, trials, mesh, group)
     for encoder, trial in encoders:
         _shard_encoder(encoder, trial, patch)
@@ -266,6 +267,15 @@ def restore(model: Model) -> Model:
         restore_memory(model)  # first, because it may refuse
     patch.undo.close()
     return model
+
+
+def _has_masks_of_layers(encoder: PreTrainedModel, trial: Trial) -> bool:
+    patch = Patch(Settings(), None, None, None)
+    try:
+        _record_masks(encoder, trial, patch)
+    except ValueError:
+        return False
+    return not patch.causality_conflicts
 
 
 def _record_masks(root: PreTrainedModel, trial: Trial, patch: Patch) -> None:
