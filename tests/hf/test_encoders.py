@@ -23,6 +23,8 @@ import seqpar.hf
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
 from . import workers
+from .families import Family
+from .families import tiny as families_tiny
 from .workers import PARALLELIZE, Result, Rows, check_gradients, check_loss, gradients, rounded
 
 pytestmark = pytest.mark.slow
@@ -158,6 +160,8 @@ def drawn(group: ProcessGroup, kind: str) -> tuple[Tensor, ...]:
     model = seqpar.hf.parallelize(tiny(kind, **random), group=group, outputs="local", layout="contiguous")
     batch = make_batch(kind, "plain")
     batch["labels"] = batch["labels"][:, :36] * 0 + 7  # each token has the same embedding
+    if kind == "Bart":
+        batch["input_ids"] = batch["input_ids"][:, :22]
     embeddings = model.get_decoder().embed_positions.weight
     embeddings.data.zero_()
     torch.manual_seed(group.rank())
@@ -172,11 +176,24 @@ def test_ranks_draw_alike_in_the_encoder(pool: Pool, kind: str) -> None:
     """Dropout and masked features are the same on all ranks in a whole encoder, and others where tokens are sharded."""
     (first, states, hidden, after), (_, states_1, hidden_1, after_1) = pool.run(2, drawn, kind)
     assert torch.equal(states, states_1) and (
-        kind == "Whisper" or not torch.equal(first[:, :11] == 0, first[:, 12:] == 0)
+        kind == "Whisper" or not torch.equal(first[:, :11] == 0, first[:, 11:] == 0)
     )
     assert not torch.equal(hidden == 0, hidden_1 == 0) and not torch.equal(after, after_1)
     np.random.seed(0)
     assert torch.equal(after, torch.from_numpy(np.random.rand(2)))
+
+
+def test_pad_tokens_of_a_decoder_that_looks_for_them() -> None:
+    """T5Gemma takes pad tokens for padding if it gets no mask of the decoder's tokens."""
+    family = Family("text-text", "", "T5GemmaForConditionalGeneration")
+    batch, (model, ours) = make_batch("Bart", "right"), (families_tiny(family) for _ in range(2))
+    valid = batch["decoder_attention_mask"]
+    batch["decoder_input_ids"] = batch["labels"].abs().masked_fill(valid == 0, model.config.decoder.pad_token_id)
+    seqpar.hf.parallelize(ours, strategy="local")
+    check_loss(ours(**batch).loss.item(), model(**batch).loss.item())
+    del batch["decoder_attention_mask"]
+    with pytest.raises(ValueError, match="the decoder takes pad tokens for padding"):
+        ours(**batch)
 
 
 @on_ranks
