@@ -82,7 +82,9 @@ class _TorchTiles:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: KeyIntervals, score: Score) -> tuple[Tensor, Tensor]:
         (_, _, heads, _), (_, _, kv_heads, v_dim) = q.shape, v.shape
         tiles = _TilePairs(q, k, v, seen, score)
-        out, lse = q.new_empty(1, q.shape[1], heads, v_dim), _statistics(q)
+        out, lse, sinks = q.new_empty(1, q.shape[1], heads, v_dim), _statistics(q), None
+        if score.sinks is not None:
+            sinks = score.sinks.to(lse.dtype).repeat_interleave(TILE).view(kv_heads, -1, 1)  # [n, rows, 1]
         for i, keys in enumerate(tiles.keys_of):
             largest = q.new_full((kv_heads, tiles.rows, 1), -torch.inf, dtype=lse.dtype)
             total, acc = torch.zeros_like(largest), largest.new_zeros(kv_heads, tiles.rows, v_dim)
@@ -93,6 +95,11 @@ class _TorchTiles:
                 p, scale = torch.exp(s - shift), torch.exp(previous - shift)
                 total = total * scale + p.sum(-1, keepdim=True)
                 acc = acc * scale + _product(p, tiles.v[j], visible, tiles.v_is_finite[j])
+            if sinks is not None:  # one more key of each row, with value 0
+                previous, largest = largest, torch.maximum(largest, sinks)
+                shift = largest.masked_fill(largest == -torch.inf, 0.0)
+                scale = torch.exp(previous - shift)
+                total, acc = total * scale + torch.exp(sinks - shift), acc * scale
             acc = acc / total.masked_fill(total == 0, 1.0)
             at = slice(i * TILE, (i + 1) * TILE)
             out[0, at] = acc.view(heads, TILE, v_dim).transpose(0, 1)

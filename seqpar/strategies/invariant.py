@@ -7,8 +7,8 @@ a fixed size (``schedule/document_tiles.py``). A rank gathers what its own tiles
     backward    keys and values that its queries see            -> dq of its queries
                 queries, dout, lse and delta that see its keys  -> dk, dv of its keys
 
-Nothing is summed over the ranks. A row of a result is a sum over tiles of its own document, in their order, so it does
-not depend on the number of ranks, on the layout, or on other documents.
+Nothing is summed over the ranks, except for the gradient of sinks. A row of a result is a sum over tiles of its own
+document, in their order, so it does not depend on the number of ranks, on the layout, or on other documents.
 
 Elements sent per rank of P, forward, full mask, N tokens: (P-1)/P * N * n * (d + e). Backward sends K/V again, and
 (P-1)/P * N * h * (d + e) of q and dout, with 2 h more in float32. A step has seven products instead of five.
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..base.cache import cached_tensors, upload
 from ..comm.p2p import links_of
+from ..kernels.base import OutputGrad, sink_gradient
 from ..kernels.document_tiles import OutputTiles, TileKernels, tile_kernels
 from ..masks.mask import Mask
 from ..placement.layout import CPU
@@ -70,17 +71,15 @@ class Invariant(Algorithm):
             output = OutputTiles(dout_tiles, *of_others)
             found = kernels.key_gradients(q_tiles, own.take(k), own.take(v), output, own.seeing, call.score)
             dk, dv = map(own.put, found)
-        return dq, dk, dv, None
+        dsinks = None if call.score.sinks is None else sink_gradient(call.score, OutputGrad(dout, out, lse, delta))
+        return dq, dk, dv, dsinks
 
 
-def check_invariant(
-    spec: AttentionSpec, mask: Mask, sinks: Tensor | None, alibi_slopes: Tensor | None, latent_weight: Tensor | None
-) -> None:
+def check_invariant(spec: AttentionSpec, mask: Mask, alibi_slopes: Tensor | None, latent_weight: Tensor | None) -> None:
     """Raise a ValueError if the call's bits would depend on the number of ranks, or on what is beside a document."""
     reasons = {
         "dropout_p: what is dropped depends on the positions in the sequence": spec.dropout_p > 0,
-        "sinks: their gradient is a sum over all tokens of all ranks": sinks is not None,
-        "latent_weight: its gradient is a sum over all tokens of all ranks": latent_weight is not None,
+        "latent_weight: expand the keys and values before the call": latent_weight is not None,
         "alibi_slopes of each batch row: pass [heads]": alibi_slopes is not None and alibi_slopes.dim() == 2,
         "strategy='tp_sp': its projections sum over the ranks": spec.tensor_parallel,
         "gather='activations': the gradients of its hidden states are sums over the ranks": spec.strategy == REPLICATED,

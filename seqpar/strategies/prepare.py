@@ -92,7 +92,7 @@ def prepared(
         check_rows(mask, "q", q)
         mask.check_heads(*spec.model_heads(q.shape, k.shape))
         if spec.deterministic == "invariant":
-            check_invariant(spec, mask, sinks, alibi_slopes, latent_weight)
+            check_invariant(spec, mask, alibi_slopes, latent_weight)
         mask.check_length(tokens.seq_len)
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])

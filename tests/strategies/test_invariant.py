@@ -45,13 +45,17 @@ def differentiate(attend: Any, problem: Problem, **options: Any) -> dict[str, Te
     """out, lse, dq, dk and dv of the whole sequence."""
     tensors = problem.tensors()
     leaves = [tensors[name].detach().requires_grad_() for name in "qkv"]
-    slopes = {"alibi_slopes": tensors["alibi_slopes"]} if problem.alibi else {}
-    out, lse = attend(*leaves, **{**problem.arguments(), **slopes, **options, **OPTIONS})
+    of_call: dict[str, Any] = {name: tensors[name] for name in ("alibi_slopes", "sinks") if name in tensors}
+    names = ["dq", "dk", "dv"]
+    if problem.sinks:
+        leaves.append(of_call["sinks"].requires_grad_())
+        names.append("dsinks")
+    out, lse = attend(*leaves[:3], **{**problem.arguments(), **of_call, **options, **OPTIONS})
     outputs, gradients = [out], [tensors["dout"]]
     if problem.lse_gradient:
         outputs, gradients = [out, lse], [*gradients, tensors["dlse"]]
     found = torch.autograd.grad(outputs, leaves, gradients)
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), found, strict=True))}
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(names, found, strict=True))}
 
 
 def different(results: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -80,7 +84,10 @@ def check_all_ranks(problems: Sequence[Problem], counts: Sequence[int], turn: in
         for ranks in counts:
             strategy, layout = next(turns)
             where = {**strategy, "ranks": ranks, "layout": layout_of(layout, problem.seq_len, ranks)}
-            if names := different(differentiate(seqpar.replay, problem, **where), expected):
+            found = differentiate(seqpar.replay, problem, **where)
+            if problem.sinks:  # a sum of the ranks' parts
+                assert_close(found.pop("dsinks"), expected["dsinks"])
+            if names := different(found, expected):
                 wrong.append(f"{problem}, {where}: {names} differ")
     assert not wrong, "\n".join(wrong)
 
@@ -93,7 +100,7 @@ def test_any_number_of_ranks() -> None:
         for feature in (
             {"softcap": 1.5, "v_head_dim": 12},
             {"alibi": "heads"},
-            {"softmax_scale": 0.3, "lse_gradient": True},
+            {"softmax_scale": 0.3, "lse_gradient": True, "sinks": True},
         )
     ]
     dtypes = torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float16
@@ -265,7 +272,6 @@ def test_what_is_refused() -> None:
     weight = torch.randn(4, 12, 8)
     cases: list[tuple[str, dict[str, Any]]] = [
         ("dropped", {"dropout_p": 0.1, "dropout_seed": 1}),
-        ("sinks", {"sinks": torch.zeros(4)}),
         ("batch row", {"alibi_slopes": torch.ones(1, 4)}),
         ("each group of heads", {"mask": Mask.by_heads([Mask.causal(), Mask.full()])}),
         ("several intervals", {"mask": Mask.tree([-1, 0, 0], [8, 6, 6])}),

@@ -97,7 +97,8 @@ def test_invariant(dtype: torch.dtype) -> None:
     q, dout = torch.randn(2, 1, 150, 4, 12, dtype=dtype).unbind()
     k, v = torch.randn(2, 1, 150, 2, 12, dtype=dtype).unbind()
     make_faster()
-    of_call: dict[str, Any] = {"mask": Mask.documents([0, 20, 150]) & Mask.sliding_window(90), "softcap": 3.0}
+    mask = Mask.documents([0, 20, 150]) & Mask.sliding_window(90)
+    of_call: dict[str, Any] = {"mask": mask, "softcap": 3.0, "sinks": torch.rand(4)}
     expected = _gradients(*(x.double() for x in (q, k, v, dout)), strategy="local", **of_call)
     of_call |= {"deterministic": "invariant", "backend": "triton"}
     with seqpar.trace() as used:
