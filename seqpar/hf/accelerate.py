@@ -68,7 +68,7 @@ class ParallelismConfig(accelerate.ParallelismConfig):
     preference and RL trainers, each rank has its own batches (``batches="per_rank"``).
 
     It also takes these arguments of ``parallelize``: strategy, layout, backend, softmax_scale, alibi_slopes,
-    deterministic, gradients, loss_chunk, outputs, memory, share_prompts and the strategy's options. Use
+    deterministic, gradients, loss_chunk, outputs, memory, share_prompts, split_towers and the strategy's options. Use
     ``outputs="full"`` if you evaluate with ``compute_metrics``, which needs the logits.
 
     Args:

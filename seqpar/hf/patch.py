@@ -42,6 +42,7 @@ from .calls.attention import (
 )
 from .calls.full_batch import before_text_model, check_shareable
 from .calls.per_rank import call_with_all_batches
+from .calls.towers import split_tower
 from .inspection.support import (
     check_adapters,
     check_encoder,
@@ -51,6 +52,7 @@ from .inspection.support import (
     pools_last_token,
     text_model,
 )
+from .inspection.tower_trial import find_towers
 from .inspection.trial import Trial
 from .losses.loss import replace_loss_function, replace_router_loss, restore_loss_function
 from .mechanisms.encoders import ATTENDS_ACROSS, check_settings, has_encoder, positional_embeddings
@@ -83,6 +85,7 @@ class ParallelizeArguments(StrategyOptions, total=False):
     outputs: Outputs
     memory: Memory | None
     share_prompts: bool
+    split_towers: bool
 
 
 def parallelize(
@@ -102,6 +105,7 @@ def parallelize(
     batches: Batches = "shared",
     memory: Memory | None = None,
     share_prompts: bool = False,
+    split_towers: bool = False,
     **options: Unpack[StrategyOptions],
 ) -> Model:
     """Make ``model`` attend over a sequence that is sharded over ranks. Changes it in place and returns it.
@@ -149,6 +153,9 @@ def parallelize(
         share_prompts: whether rows of a full batch that begin with the same tokens, such as a prompt and its answers,
             store and compute these tokens once. The result is the same. The batch has ``input_ids`` and no embeddings.
             Dropout, if there is any, is the same in all rows that share a token.
+        split_towers: whether each rank runs the vision and audio towers on some of the images, frames or sounds. Their
+            features are then all-gathered, and the result is the same. Otherwise every rank runs them on all. A trial
+            run finds out whether a tower computes each image by itself.
         options: the strategy's options, as in ``seqpar.attention``.
 
     Raises:
@@ -160,7 +167,7 @@ def parallelize(
         raise TypeError(f"model={type(model).__name__}: expected a transformers model")
     scores: Any = {"softmax_scale": softmax_scale, "alibi_slopes": alibi_slopes, "deterministic": deterministic}
     named: Any = {"loss_chunk": loss_chunk, "outputs": outputs, "batches": batches, "memory": memory, **scores}
-    named["share_prompts"] = share_prompts
+    named |= {"share_prompts": share_prompts, "split_towers": split_towers}
     settings = Settings(strategy, layout, backend, gradients, options=options, **named)
     return apply(settings, model, mesh, group)
 
@@ -207,6 +214,7 @@ def _apply(
 ) -> Patch:
     """Change ``model``, which holds the models of ``trials``. ``outer`` is of the model that has it as its encoder."""
     roots, placement = [*trials], resolve(settings.strategy, mesh, group, settings.options)
+    towers = [x for root in roots for x in find_towers(root)] if settings.split_towers else []
     layers = {module: None for trial in trials.values() for module in trial.attention_modules}
     loss_ranks = None if placement.sequence_group is None else all_ranks_group(mesh, group)
     ulysses = size_of(placement.ulysses)
@@ -245,6 +253,8 @@ def _apply(
         if settings.share_prompts:
             for root in roots:
                 check_shareable(root, patch)
+        for tower, items in towers:
+            undo.callback(replace_forward(tower, OWNER, split_tower(patch, items)))
         if settings.memory is not None:
             settings.memory.apply(model, [layer for text in texts for layer in layers_of(text)])
         patch.undo = undo.pop_all()  # no error: keep it

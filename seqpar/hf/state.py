@@ -22,7 +22,7 @@ from ..layers.loss import Gradients
 from ..masks.mask import LayerMask, Mask
 from ..memory import Memory
 from ..patching.running import Running
-from ..placement.layout import Assigned, TokenLayout
+from ..placement.layout import Assigned, Layout, TokenLayout
 from ..placement.strategies import STRATEGIES, StrategyName, StrategyOptions, check_options
 from ..ranks.mesh import rank_in, size_of
 from ..sharding.sharding import Sharding
@@ -51,6 +51,7 @@ class Settings:
     alibi_slopes: tuple[float, ...] | None = None  # made from the tensor or the numbers that the caller gave
     deterministic: Deterministic = False
     share_prompts: bool = False
+    split_towers: bool = False
     options: StrategyOptions = field(default_factory=StrategyOptions)
 
     def __post_init__(self) -> None:
@@ -69,6 +70,9 @@ class Settings:
         object.__setattr__(self, "alibi_slopes", check_slopes(self.alibi_slopes))
         check_deterministic(self.deterministic)
         check_bool("share_prompts", self.share_prompts)
+        check_bool("split_towers", self.split_towers)
+        if self.split_towers and self.batches == "per_rank":
+            raise ValueError("split_towers=True: with batches='per_rank' a batch has no images; leave split_towers out")
         if self.share_prompts and self.outputs == "local":
             raise ValueError(
                 "outputs='local': with share_prompts=True a call returns the outputs of all rows of its batch, on every"
@@ -155,10 +159,12 @@ class Patch:
     def sharding(self, tokens: TokenLayout) -> Sharding:
         """The sharding of a batch over the ranks of the model. The last one is kept for the next batch."""
         if self.last_sharding is None or self.last_sharding.tokens != tokens:
-            strategy: Literal["local"] | None = "local" if self.sequence_group is None else None
-            where: Any = {"mesh": self.mesh, "group": self.group, "strategy": strategy}
-            self.last_sharding = Sharding(tokens.seq_len, tokens.layout, **where)
+            self.last_sharding = self.new_sharding(tokens.seq_len, tokens.layout)
         return self.last_sharding
+
+    def new_sharding(self, seq_len: int, layout: Layout) -> Sharding:
+        strategy: Literal["local"] | None = "local" if self.sequence_group is None else None
+        return Sharding(seq_len, layout, mesh=self.mesh, group=self.group, strategy=strategy)
 
     @no_compile
     def place(self, shard: BatchShard) -> PlacedShard:

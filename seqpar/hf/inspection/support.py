@@ -46,7 +46,7 @@ _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predic
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
 _KEEPING_LOSSES = {"transformers", "accelerate", "torch", "seqpar"}  # whose decorators keep a forward's loss
 _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-_TOWERS = ("vision_config", "audio_config")
+TOWERS = ("vision_config", "audio_config")
 # Methods of peft that cannot be sharded, and why.
 _ADAPTERS = {
     "PREFIX_TUNING": "it hands every layer keys and values of its own, as a cache",
@@ -78,7 +78,7 @@ def text_model(root: PreTrainedModel) -> PreTrainedModel:
     """The model whose sequence is sharded: ``root``, or the model in it that runs after a tower or an encoder."""
     if has_encoder(root):
         return decoder_of(root)
-    towers = [name for name in _TOWERS if getattr(root.config, name, None) is not None]
+    towers = [name for name in TOWERS if getattr(root.config, name, None) is not None]
     if not towers or root.config.get_text_config() is root.config:
         return root
     text = cast(Any, root).get_decoder()
