@@ -273,9 +273,9 @@ BAD: dict[str, Bad] = {
         ["dropout_seed=9223372036854775808", "less than 2**63"],
     ),
     "deterministic": (
-        lambda: attend(deterministic="invariant"),
+        lambda: attend(deterministic="always"),
         TypeError,
-        ["deterministic='invariant'", "True or False"],
+        ["deterministic='always'", "True, False or 'invariant'"],
     ),
     "return_lse": (lambda: attend(return_lse=1), TypeError, ["return_lse=1", "True or False"]),
     "an argument of another package": (

@@ -128,7 +128,7 @@ def test_a_scale_for_layers_that_pass_none(pool: Pool) -> None:
     [
         ({"softmax_scale": 0.5}, r"softmax_scale=0.5: layer 'model.layers.0.self_attn' itself passes scaling=0.35"),
         ({"softmax_scale": "0.5"}, "softmax_scale='0.5': expected a number"),
-        ({"deterministic": 1}, "deterministic=1: expected True or False"),
+        ({"deterministic": 1}, "deterministic=1: expected True, False or 'invariant'"),
         ({"alibi_slopes": torch.zeros(2, 4)}, r"alibi_slopes: shape \(2, 4\), "),
         ({"alibi_slopes": SLOPES[:3]}, "alibi_slopes: 3 slopes, but attention has 4 query heads"),
         ({"alibi_slopes": SLOPES, "memory": Memory(head_groups=2)}, "4 slopes, but .* 2 query heads; .*head_groups"),

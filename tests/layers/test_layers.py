@@ -249,7 +249,7 @@ def test_no_dropout_in_evaluation() -> None:
         ({"dropout_p": 1.0}, ValueError, r"dropout_p=1.0: expected a probability in \[0, 1\)"),
         ({"softcap": -1.0}, ValueError, "softcap=-1.0: expected a positive cap"),
         ({"softmax_scale": "0.5"}, TypeError, "softmax_scale='0.5': expected a number"),
-        ({"deterministic": 1}, TypeError, "deterministic=1: expected True or False"),
+        ({"deterministic": 1}, TypeError, "deterministic=1: expected True, False or 'invariant'"),
         ({"alibi_slopes": torch.zeros(3)}, ValueError, "alibi_slopes: 3 slopes; expected one for each of 4 query"),
         ({"alibi_slopes": torch.zeros(2, 4)}, ValueError, r"alibi_slopes: shape \(2, 4\), .*\[num_heads\]"),
         ({"alibi_slopes": nn.Parameter(torch.zeros(4))}, ValueError, "alibi_slopes: .*requires_grad=True.* detached"),
