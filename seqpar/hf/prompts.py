@@ -23,9 +23,13 @@ from ..masks.mask import Mask
 from ..masks.runs import MOST_PARTS
 
 _NO_LABEL = -100
+# The fewest tokens that one more level of branches saves. Each level is one more call of the attention kernel, whose
+# tiles have 128 keys: answers that begin with a few equal words would cost more than they save.
+LEAST = 128
 PROMPTS = "seqpar_prompts"  # the entry of a batch that has its ``SharedPrompts``
 
 Array = NDArray[np.int64]
+Span = tuple[int, int]  # the first token of a sequence and one past its last, as indices of all tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +51,7 @@ class TokenTree:
     windows: bool
 
     @staticmethod
-    def of(keys: Tensor, spans: Sequence[tuple[int, int]], windows: bool) -> TokenTree:
+    def of(keys: Tensor, spans: Sequence[Span], windows: bool) -> TokenTree:
         """The tree of the sequences at ``spans``.
 
         Args:
@@ -142,7 +146,7 @@ def share_prompts(
 
     A prompt and its answers become a prompt and branches. Each sequence attends, and is scored, as if it were alone.
     Equal answers are stored once, and remain rollouts of their own. Common beginnings of answers, and of prompts, are
-    stored once too, so that the branches of an agent's episode can be given as whole sequences.
+    stored once too where that saves 128 tokens, so that an agent's episode can be given as whole sequences.
 
     Args:
         sequences: the tokens of each prompt, as lists of ints or int64 tensors ``[length]``. Without ``answers``: of
@@ -208,24 +212,51 @@ class _Growing:
         self.places: Array = np.full(len(keys), -1, dtype=np.int64)
         self.tokens = 0
 
-    def grow(self, spans: list[tuple[int, int]], done: int, parent: int, level: int, leaves: int | None) -> None:
+    def grow(self, spans: list[Span], done: int, parent: int, level: int, leaves: int | None) -> None:
         """Add the segments below ``parent`` of the sequences ``spans``, whose first ``done`` tokens are in the tree."""
-        groups: dict[Any, list[tuple[int, int]]] = {}
-        for i, span in enumerate(spans):
-            # A query sees an interval of keys for each level of branches. At the last level nothing is shared.
-            first = i if level == MOST_PARTS - 1 else tuple(self.keys[span[0] + done].tolist())
-            groups.setdefault(first, []).append(span)
+        # A query sees an interval of keys for each level of branches. At the last level nothing is shared.
+        groups = [[span] for span in spans] if level == MOST_PARTS - 1 else self._groups(spans, done, done, parent < 0)
         below = level + (parent < 0 or len(groups) > 1)
-        for group in groups.values():
+        for group in groups:
             for i in range(0, len(group), leaves or len(group)):
                 self._add(group[i : i + (leaves or len(group))], done, parent, below)
 
-    def _add(self, spans: list[tuple[int, int]], done: int, parent: int, level: int) -> None:
-        start = spans[0][0]
-        length = min(b - a for a, b in spans)
+    def _groups(self, spans: list[Span], done: int, at: int, roots: bool) -> list[list[Span]]:
+        """The sequences that share a segment, which begins behind their first ``done`` tokens. They agree up to ``at``.
+
+        A segment with branches below it that saves less than ``LEAST`` tokens is made only of ``roots``, and if there
+        are no other branches. Otherwise each of its branches begins with a copy of it.
+        """
+        by_key: dict[Any, list[Span]] = {}
+        for span in spans:
+            key = tuple(self.keys[span[0] + at].tolist()) if span[0] + at < span[1] else None  # None: it ends here
+            by_key.setdefault(key, []).append(span)
+        groups = []
+        for group in by_key.values():
+            end = self._common(group, at)
+            inside = [group] if self._equal(group, end) else self._groups(group, done, end, False)
+            pays = (len(inside) - 1) * (end - done) >= LEAST or (roots and all(self._equal(x, end) for x in inside))
+            groups += [group] if pays else inside
+        return groups
+
+    def _equal(self, spans: list[Span], at: int) -> bool:
+        """Whether the sequences, which agree up to ``at``, are equal."""
+        length = self._common(spans, at)
+        return all(stop - start == length for start, stop in spans)
+
+    def _common(self, spans: list[Span], done: int) -> int:
+        """How many tokens the sequences have in common. They agree up to ``done``."""
+        keys, start, length = self.keys, spans[0][0], min(stop - start for start, stop in spans)
         for other, _ in spans[1:]:
-            same = (self.keys[start + done : start + length] == self.keys[other + done : other + length]).all(1)
-            length = length if same.all() else done + int(same.argmin())
+            at, step = done, 256
+            while at < length:  # in longer and longer pieces, so that the cost is that of the common tokens
+                end = min(at + step, length)
+                same = (keys[start + at : start + end] == keys[other + at : other + end]).all(1)
+                at, step, length = end, 2 * step, length if same.all() else at + int(same.argmin())
+        return length
+
+    def _add(self, spans: list[Span], done: int, parent: int, level: int) -> None:
+        start, length = spans[0][0], self._common(spans, done)
         new = np.arange(self.tokens, self.tokens + length - done)
         for first, _ in spans:
             self.places[first + done : first + length] = new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ pytest.importorskip("transformers")
 
 import seqpar
 import seqpar.hf
+from seqpar.hf import prompts as prompts_module
 from seqpar.hf.prompts import SharedPrompts
 from seqpar.masks.mask import layer_mask
 from seqpar.planner.prompts import prompt_sharing, tree_of
@@ -78,6 +80,11 @@ def from_row(model: Any, rollouts: SharedPrompts) -> tuple[Tensor, Tensor]:
     return log_probs, entropies
 
 
+def every_branch() -> Any:
+    """In the block, branches are made of any number of tokens that sequences have in common."""
+    return mock.patch.object(prompts_module, "LEAST", 1)
+
+
 Expected = tuple[Tensor, Tensor, Tensor, Result]
 
 
@@ -86,7 +93,8 @@ def trained_on_rollouts(group: ProcessGroup, cases: list[tuple[str, str, Expecte
     prompts, answers = rollouts_of()
     for kind, arguments, (log_probs, entropies, counted, result) in cases:
         model = seqpar.hf.parallelize(tiny(kind), group=group, **PARALLELIZE[arguments])
-        rollouts = seqpar.hf.share_prompts(prompts, answers, windows=kind not in ("llama", "deepseek_v3"))
+        with every_branch():
+            rollouts = seqpar.hf.share_prompts(prompts, answers, windows=kind not in ("llama", "deepseek_v3"))
         assert torch.equal(rollouts.counted, counted)
         ours = from_row(model, rollouts)
         assert_close(ours[0], log_probs)
@@ -159,7 +167,8 @@ def own_model(group: ProcessGroup) -> None:
         found.append(torch.stack(scores(logits[0, of_answer], ids[0, len(prompt) :])))
     longest = max(x.shape[1] for x in found)
     log_probs, entropies = torch.stack([F.pad(x, (0, longest - x.shape[1])) for x in found], 1)
-    rollouts = seqpar.hf.share_prompts(prompts, answers)
+    with every_branch():
+        rollouts = seqpar.hf.share_prompts(prompts, answers)
     policy_loss(log_probs, entropies, rollouts.counted).backward()
     for name in ("ring-zigzag", "ulysses-contiguous", "all_gather-striped"):
         layout, arguments = PARALLELIZE[name]["layout"], {k: x for k, x in PARALLELIZE[name].items() if k != "layout"}
@@ -226,6 +235,9 @@ def trained_on_rows(group: ProcessGroup, cases: list[tuple[str, str, str, Result
         arguments: Any = PARALLELIZE.get(name, {"layout": name})
         model, batch = seqpar.hf.parallelize(tiny(kind), group=group, share_prompts=True, **arguments), BATCHES[how]
         check_step(group, model, batch, result, kind, name, how)
+        model.zero_grad()
+        with every_branch():
+            check_step(group, model, batch, result, kind, name, how)
         assert model._seqpar.last_sharding.seq_len < 0.75 * batch["input_ids"].numel()
         real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
         unlabelled = {x: y for x, y in batch.items() if x != "labels"}
@@ -266,10 +278,12 @@ def test_rows(pool: Pool, world: int) -> None:
     st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=30), min_size=1, max_size=40),
     st.booleans(),
     st.integers(0, 25),
+    st.sampled_from([1, 4, 12]),
 )
-def test_a_row_has_the_tokens_of_every_sequence(sequences: Tokens, windows: bool, deep: int) -> None:
+def test_a_row_has_the_tokens_of_every_sequence(sequences: Tokens, windows: bool, deep: int, least: int) -> None:
     sequences = [*sequences, *([1] * n + [2] for n in range(deep))]  # each one branches off one token later
-    rollouts = seqpar.hf.share_prompts(sequences, windows=windows)
+    with mock.patch.object(prompts_module, "LEAST", least):
+        rollouts = seqpar.hf.share_prompts(sequences, windows=windows)
     (ids,), (positions,), n = rollouts.input_ids, rollouts.position_ids, rollouts.labels.shape[1]
     seen = layer_mask(rollouts.mask, True, 5 if windows else None, None)
     dense, last = seen.dense(n), rollouts.tree.places.max(1).values
@@ -280,6 +294,17 @@ def test_a_row_has_the_tokens_of_every_sequence(sequences: Tokens, windows: bool
         assert torch.equal(rollouts.places[row, : len(tokens) - 1], places[:-1])
         assert dense[places[-1]].nonzero().flatten().tolist() == places[-5 if windows else 0 :].tolist()
     assert int(rollouts.tree.copies.sum()) == sum(map(len, sequences)) and int(last.max()) == n - 1
+
+
+def test_branches_that_do_not_pay() -> None:
+    """Equal words at the beginning of answers are stored with each answer, and those of prompts with each prompt."""
+    heads, answers = [[1, 2, *[n] * 150] for n in (3, 4)], [[5, 6, 7], [5, 6, 8], [9, 6, 7]]
+    row = seqpar.hf.share_prompts(heads, [answers] * 2)
+    assert row.mask == seqpar.Mask.tree([-1, 0, 0, 0, -1, 4, 4, 4], [151, 4, 4, 4] * 2)
+    long = [[1] * 150 + [n] for n in range(2)]  # saves 150 tokens
+    row = seqpar.hf.share_prompts(heads[:1], [[*long, [2]]])
+    assert row.mask == seqpar.Mask.tree([-1, 0, 1, 1, 0], [151, 150, 2, 2, 2])
+    assert seqpar.hf.share_prompts([[1, 2, 3], [1, 2, 4]]).mask == seqpar.Mask.tree([-1, 0, 0], [1, 2, 2])
 
 
 def test_rollouts_that_share_everything_or_nothing() -> None:
