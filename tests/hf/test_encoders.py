@@ -237,6 +237,13 @@ def shifted_otherwise() -> Any:
     return seqpar.hf.parallelize(model, strategy="local")(**make_batch("Bart", "plain"))
 
 
+def hidden_decoder() -> Any:
+    model = tiny("Bart").model
+    model.hidden, model.decoder = model.decoder, None
+    del model.decoder
+    return seqpar.hf.parallelize(model)
+
+
 def with_noise() -> Any:
     model = with_settings()
     model.get_input_embeddings().neftune_noise_alpha = 5.0
@@ -253,6 +260,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "an encoder alone": (
         lambda: seqpar.hf.parallelize(tiny("Bart").get_encoder()), "BartEncoder: its forward takes no position_ids"
     ),
+    "a decoder of another name": (hidden_decoder, "it has no decoder that takes encoder_hidden_states"),
     "batches": (lambda: with_settings(batches="per_rank"), "batches='per_rank': it is not supported for Bart"),
     "scale": (lambda: with_settings(softmax_scale=1.0), "softmax_scale=1.0: it is not supported for Bart"),
     "slopes": (lambda: with_settings(alibi_slopes=[1.0] * 4), "alibi_slopes=.* it is not supported for Bart"),

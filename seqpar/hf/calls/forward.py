@@ -147,7 +147,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if patch.outer is not None and forward.batch_shard is not None:
         _prepare_encoder(forward.batch_shard, kwargs, parameters)
     if encodes or forward.positions is not None:
-        _draw_alike(forward)
+        _draw_alike(forward, kwargs)
     push_forward(forward)
     return (), kwargs
 
@@ -158,10 +158,11 @@ def _outer(patch: Patch) -> Forward | None:
     return forward if forward is not None and forward.patch is patch.outer else None
 
 
-def _draw_alike(forward: Forward, seed: int = 0) -> None:
+def _draw_alike(forward: Forward, arguments: dict[str, Any], seed: int = 0) -> None:
     """Let all ranks draw the same random numbers until ``forward.alike`` is closed. Another ``seed``: other numbers."""
     if forward.patch.ranks > 1 and (shard := forward.batch_shard) is not None:
-        devices = {p.device for p in forward.model.parameters()}
+        tensors = [x for x in arguments.values() if isinstance(x, Tensor)]  # weights may be offloaded to the CPU
+        devices = {x.device for x in (*tensors, *forward.model.parameters())}
         forward.alike.enter_context(same_random_numbers(shard.seed + seed, devices))
 
 
@@ -302,7 +303,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     finally:
         pop_forward(forward)
         if (outer := _outer(forward.patch)) is not None:
-            _draw_alike(outer, 2)
+            _draw_alike(outer, kwargs, 2)
     if output is None:
         return None
     if isinstance(output, tuple):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,8 +33,10 @@ STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"  # argum
 
 
 def has_encoder(model: Any) -> bool:
-    """Whether ``model`` is an encoder-decoder model. The config of its encoder or decoder may be the same."""
-    return bool(getattr(model.config, "is_encoder_decoder", False)) and model.get_decoder() is not model
+    """Whether ``model`` is an encoder-decoder model, and not its encoder or decoder, whose config may be the same."""
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return False
+    return model.get_decoder() is not model or "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -125,9 +128,10 @@ def mask_of_states(forward: Forward, arguments: dict[str, Any]) -> Any:
 
 
 def from_labels(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Functions of ``model`` and of its file that may be the one by which its forward makes decoder_input_ids."""
+    """Functions of ``model`` and of its files that may be the one by which its forward makes decoder_input_ids."""
     if (prepare := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
         yield lambda labels: prepare(labels=labels)
-    if (shift := getattr(sys.modules.get(type(model).__module__), "shift_tokens_right", None)) is not None:
-        config = model.config
-        yield lambda labels: shift(labels, config.pad_token_id, config.decoder_start_token_id)
+    for module in dict.fromkeys(cls.__module__ for cls in type(model).__mro__):
+        if (shift := getattr(sys.modules.get(module), "shift_tokens_right", None)) is not None:
+            config = model.config
+            yield partial(shift, pad_token_id=config.pad_token_id, decoder_start_token_id=config.decoder_start_token_id)

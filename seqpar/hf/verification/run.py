@@ -110,7 +110,7 @@ def verify(
     if patch.has_encoder:
         raise ValueError(
             f"model={type(root).__name__}: an encoder-decoder model cannot be verified layer by layer yet; use "
-            "seqpar.verify(model, step, reference), which compares the loss and the gradients"
+            "seqpar.verify(model, step, reference, reference_model=...), which compares the loss and the gradients"
         )
     if patch.has_indexers and any(p.dtype in (torch.float16, torch.bfloat16) for p in root.parameters()):
         raise ValueError(
