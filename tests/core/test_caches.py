@@ -370,7 +370,7 @@ KEPT: dict[str, str] = {
     "hf.mechanisms.mixers": "_registered _running _compiled",
     "hf.calls.per_rank": "_RankArguments.tensors _RankArguments.values",
     "hf.state": "Patch DecodeShard forwards shards_text_model",
-    "hf.inspection.trial": "Trial.scalings",
+    "hf.inspection.trial": "Trial.across Trial.scalings",
     "hf.verification.recording": "Recording.inputs Recording.tensors Recording.gradients Recording.options",
     "kernels": "BackendChoice._supports _warn_of_reference",
     "kernels.bands": "KernelCall.longest KernelCall.has_gaps",
