@@ -85,9 +85,13 @@ def train(mesh: DeviceMesh, steps: int = 80) -> tuple[list[float], Denoiser, int
 if __name__ == "__main__":
     mesh = seqpar.init_mesh(ring=-1, device_type="cpu")
     losses, model, sent = train(mesh)
+    total = torch.tensor(sent)
+    torch.distributed.all_reduce(total)
     row_bytes = BATCH * LAYERS * 2 * HIDDEN * model.embed.weight.element_size()  # of K and V
-    gathered = (mesh.size() - 1) * (2 * CLEAN // mesh.size()) * row_bytes
+    gathered = (mesh.size() - 1) * 2 * CLEAN * row_bytes
     if mesh.get_rank() == 0:
         print(" ".join(f"{loss:.4f}" for loss in losses[::8]))
-        print(f"K and V that rank 0 sends in a forward: {sent:,} bytes; to gather all {2 * CLEAN} rows: {gathered:,}")
+        print(
+            f"K and V that all ranks send in a forward: {total:,} bytes; to gather all {2 * CLEAN} rows: {gathered:,}"
+        )
     torch.distributed.destroy_process_group()

@@ -129,6 +129,9 @@ def test_wrong_arguments_are_refused(lengths: Any, more: dict[str, Any], message
         Sharding.segments(lengths, **more)
 
 
+ROW_BYTES = BATCH * LAYERS * 2 * HIDDEN * 4  # of K and V in a forward
+
+
 @on_ranks
 def train_by_blocks(group: ProcessGroup, port: int) -> tuple[list[float], Tensor, int]:
     """The losses, the gradients of the last step and the bytes of a forward."""
@@ -145,9 +148,11 @@ def test_block_diffusion_has_the_losses_and_gradients_of_one_process(own: OwnPoo
     for world in (2, 4):
         in_half = (rank_positions(CLEAN, world, rank, "zigzag") for rank in range(world))
         held = [torch.cat([x, CLEAN + x]) for x in in_half]
-        for rank, (found, grads, sent) in enumerate(own.pool.run(world, train_by_blocks, own.port)):
+        by_rank = own.pool.run(world, train_by_blocks, own.port)
+        assert 8 * sum(sent for *_, sent in by_rank) == 3 * (world - 1) * 2 * CLEAN * ROW_BYTES
+        for rank, (found, grads, sent) in enumerate(by_rank):
             assert_close(found, losses)
             assert_close(grads / size, gradients / size)
             wanted = [seen[held[other]].any(0)[held[rank]] for other in range(world) if other != rank]
             assert not any(x[held[rank] >= CLEAN].any() for x in wanted)
-            assert sent == sum(int(x.sum()) for x in wanted) * BATCH * LAYERS * 2 * HIDDEN * 4
+            assert sent == sum(int(x.sum()) for x in wanted) * ROW_BYTES
