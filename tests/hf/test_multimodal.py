@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 
@@ -337,3 +338,23 @@ def test_towers_keep_their_attention(tmp_path: Path) -> None:
     check_loss(model(**batch).loss.item(), one_device("gemma3", "images").loss)
     model = seqpar.hf.restore(seqpar.hf.parallelize(tiny("gemma3")))
     assert model(**batch).loss.item() == one_device("gemma3", "images").loss
+
+
+@on_ranks
+def drawn_in_tower(group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The states of the vision tower, in which attention has dropout, and the numbers that are drawn next."""
+    model, states = tiny("gemma3"), list[Tensor]()
+    for module in model.get_encoder("image").modules():
+        if hasattr(module, "dropout") and hasattr(module, "q_proj"):
+            module.dropout = 0.5
+    seqpar.hf.parallelize(model, group=group)
+    model.get_encoder("image").register_forward_hook(lambda m, x, output: states.append(output.last_hidden_state))
+    torch.manual_seed(group.rank())
+    model(**make_batch("gemma3", "images"))
+    return states[0].detach(), torch.rand(3)
+
+
+def test_ranks_draw_alike_in_towers(pool: Pool) -> None:
+    (states, after), (states_1, after_1) = pool.run(2, drawn_in_tower)
+    torch.manual_seed(0)
+    assert torch.equal(states, states_1) and torch.equal(after, torch.rand(3)) and not torch.equal(after, after_1)
