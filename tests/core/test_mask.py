@@ -40,6 +40,12 @@ def test_dense_is_the_definition(problem: tuple[Rules, int]) -> None:
     assert torch.equal(dense.expand_as(expected), expected)
 
 
+@pytest.mark.parametrize("drawn", [*RULES, *BATCH_RULES], ids=rules_id)
+def test_dense_is_the_definition_of_every_example(drawn: Rules) -> None:
+    expected = visible_pairs(drawn, 50)
+    assert torch.equal(as_rows(combined_mask(drawn).dense(50)).expand_as(expected), expected)
+
+
 @given(rules_and_length(), st.data())
 def test_intervals_at_any_positions(problem: tuple[Rules, int], data: st.DataObject) -> None:
     """Asked for the positions of one rank only, a mask gives the same answer as for the whole sequence."""

@@ -500,6 +500,9 @@ def other_log_probs(group: ProcessGroup) -> None:
     ]
     for given, expected in pairs:
         assert_close(seqpar.hf.token_log_probs(model, given), expected)
+    model.lm_head.register_forward_hook(lambda *args: None)  # so that it computes all logits at once
+    both = torch.stack(seqpar.hf.token_log_probs(model, batch, entropy=True))
+    assert_close(both, torch.stack([from_logits("llama", batch, entropy=x) for x in (False, True)]))
     seqpar.hf.parallelize(seqpar.hf.restore(model), group=group, outputs="local")
     assert_close(seqpar.hf.token_log_probs(model, batch), local)
     with pytest.raises(ValueError, match="does not predict the next token"):
