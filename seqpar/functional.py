@@ -324,7 +324,8 @@ def _agree(
         check_rows(mask, "q", q)
         mask.check_heads(q.shape[2], k.shape[2])
     tokens = placement.tokens
-    degrees = spec.strategy, tokens.ring, tokens.ulysses, placement.gather, placement.chunks, tokens.layout
+    how = spec.strategy, placement.algorithm, placement.gather, placement.chunks
+    degrees = tokens.ring, tokens.ulysses, tokens.layout
     numbers = spec.softmax_scale, spec.softcap, spec.dropout_p, spec.return_lse, return_max_logit
     expanded = None if latent_weight is None else tuple(latent_weight.shape)
     header = _AttentionHeader(
@@ -335,7 +336,7 @@ def _agree(
         head_dim=q.shape[3],
         v_head_dim=v.shape[3],
         dtype=q.dtype,
-        mask_or_options=fingerprint(mask, degrees, *numbers, expanded),
+        mask_or_options=fingerprint(mask, how, degrees, *numbers, expanded),
         dropout_seed=int(draw_seed().item()) if needs_seed else dropout_seed or 0,
         gradient=gradient_state(q, k, v, sinks, latent_weight),
     )

@@ -293,7 +293,8 @@ class AttentionLayer(nn.Module):
         joins_backward = True
         if needs_handshake:
             numbers = self.spec.softmax_scale, self.spec.softcap, self.spec.dropout_p * self.training
-            options = self.extra_repr(), layout, *numbers, self.spec.alibi_slopes
+            is_invariant = self.spec.deterministic == "invariant"
+            options = self.extra_repr(), layout, *numbers, self.spec.alibi_slopes, is_invariant
             gradient = gradient_state(x, *self.parameters())
             header = _LayerHeader(x.shape[1], x.shape[0], x.dtype, fingerprint(mask, *options), gradient)
             headers = all_gather_header(lambda: header, group)

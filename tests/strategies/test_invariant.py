@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import cycle, islice, product
@@ -249,6 +249,35 @@ def attend_after_an_error(group: ProcessGroup) -> bool:
 
 def test_a_kernel_that_raises(pool: Pool) -> None:
     assert pool.run(2, attend_after_an_error) == [True, True]
+
+
+@on_ranks
+def of_one_rank_only(group: ProcessGroup) -> list[str]:
+    """The errors of attention and of a layer, with and without a sharding, if only rank 1 wants invariant bits."""
+    deterministic: Any = "invariant" if group.rank() else True
+    sharding, found = seqpar.Sharding(40, "zigzag", group=group), []
+    q, x = torch.randn(1, 20, 4, 8), torch.randn(1, 20, 32)
+    layer = seqpar.UlyssesAttention(32, 4, group=group, layout="zigzag", deterministic=deterministic)
+    of_call: dict[str, Any] = {"strategy": "ulysses", "deterministic": deterministic}
+    calls: list[Callable[[], Any]] = [
+        lambda: seqpar.attention(q, q, q, sharding=sharding, **of_call),
+        lambda: seqpar.attention(q, q, q, group=group, layout="zigzag", **of_call),
+        lambda: layer(x, sharding=sharding),
+        lambda: layer(x),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (ValueError, RuntimeError) as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_that_differ(pool: Pool) -> None:
+    for found in pool.run(2, of_one_rank_only):
+        assert [words in error for words, error in zip(("another call", "group differ") * 2, found, strict=True)] == [
+            True
+        ] * 4
 
 
 def test_bytes() -> None:
