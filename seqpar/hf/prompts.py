@@ -29,7 +29,7 @@ LEAST = 128
 PROMPTS = "seqpar_prompts"  # the entry of a batch that has its ``SharedPrompts``
 
 Array = NDArray[np.int64]
-Span = tuple[int, int]  # the first token of a sequence and one past its last, as indices of all tokens
+Ends = tuple[int, int]  # the first token of a sequence and one past its last, as indices of all tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class TokenTree:
     windows: bool
 
     @staticmethod
-    def of(keys: Tensor, spans: Sequence[Span], windows: bool) -> TokenTree:
+    def of(keys: Tensor, spans: Sequence[Ends], windows: bool) -> TokenTree:
         """The tree of the sequences at ``spans``.
 
         Args:
@@ -212,7 +212,7 @@ class _Growing:
         self.places: Array = np.full(len(keys), -1, dtype=np.int64)
         self.tokens = 0
 
-    def grow(self, spans: list[Span], done: int, parent: int, level: int, leaves: int | None) -> None:
+    def grow(self, spans: list[Ends], done: int, parent: int, level: int, leaves: int | None) -> None:
         """Add the segments below ``parent`` of the sequences ``spans``, whose first ``done`` tokens are in the tree."""
         # A query sees an interval of keys for each level of branches. At the last level nothing is shared.
         groups = [[span] for span in spans] if level == MOST_PARTS - 1 else self._groups(spans, done, done, parent < 0)
@@ -221,13 +221,13 @@ class _Growing:
             for i in range(0, len(group), leaves or len(group)):
                 self._add(group[i : i + (leaves or len(group))], done, parent, below)
 
-    def _groups(self, spans: list[Span], done: int, at: int, roots: bool) -> list[list[Span]]:
+    def _groups(self, spans: list[Ends], done: int, at: int, roots: bool) -> list[list[Ends]]:
         """The sequences that share a segment, which begins behind their first ``done`` tokens. They agree up to ``at``.
 
         A segment with branches below it that saves less than ``LEAST`` tokens is made only of ``roots``, and if there
         are no other branches. Otherwise each of its branches begins with a copy of it.
         """
-        by_key: dict[Any, list[Span]] = {}
+        by_key: dict[Any, list[Ends]] = {}
         for span in spans:
             key = tuple(self.keys[span[0] + at].tolist()) if span[0] + at < span[1] else None  # None: it ends here
             by_key.setdefault(key, []).append(span)
@@ -239,12 +239,12 @@ class _Growing:
             groups += [group] if pays else inside
         return groups
 
-    def _equal(self, spans: list[Span], at: int) -> bool:
+    def _equal(self, spans: list[Ends], at: int) -> bool:
         """Whether the sequences, which agree up to ``at``, are equal."""
         length = self._common(spans, at)
         return all(stop - start == length for start, stop in spans)
 
-    def _common(self, spans: list[Span], done: int) -> int:
+    def _common(self, spans: list[Ends], done: int) -> int:
         """How many tokens the sequences have in common. They agree up to ``done``."""
         keys, start, length = self.keys, spans[0][0], min(stop - start for start, stop in spans)
         for other, _ in spans[1:]:
@@ -255,7 +255,7 @@ class _Growing:
                 at, step, length = end, 2 * step, length if same.all() else at + int(same.argmin())
         return length
 
-    def _add(self, spans: list[Span], done: int, parent: int, level: int) -> None:
+    def _add(self, spans: list[Ends], done: int, parent: int, level: int) -> None:
         start, length = spans[0][0], self._common(spans, done)
         new = np.arange(self.tokens, self.tokens + length - done)
         for first, _ in spans:
