@@ -32,6 +32,7 @@ from .workers import Result, check_step, trained
 
 pytestmark = pytest.mark.slow
 LENGTH = 70
+_INPUTS = ("pixel_values", "pixel_values_videos", "input_features")
 Grid = tuple[int, int, int]  # of patches: frames, height, width; 2 x 2 are a token of Qwen3-VL
 # By name: images, and videos. In the models other than Qwen3-VL, each image is a row of the same size.
 IMAGES: dict[str, tuple[list[Grid], list[Grid]]] = {
@@ -43,7 +44,8 @@ IMAGES: dict[str, tuple[list[Grid], list[Grid]]] = {
 
 
 def tiny(kind: str, trains: bool = True) -> Any:
-    model = test_multimodal.tiny(kind) if kind != "llava" else copy.deepcopy(_llava())
+    others = {"llava": _llava, "voxtral": _voxtral}
+    model = copy.deepcopy(others[kind]()) if kind in others else test_multimodal.tiny(kind)
     if not trains:
         for tower in _towers(model):
             tower.requires_grad_(False)
@@ -51,19 +53,37 @@ def tiny(kind: str, trains: bool = True) -> Any:
 
 
 def _towers(model: nn.Module) -> list[nn.Module]:
-    return [m for name, m in model.named_modules() if name.endswith(("vision_tower", "visual"))]
+    return [m for name, m in model.named_modules() if name.endswith(("vision_tower", "visual", "audio_tower"))]
 
 
 @cache
 def _llava() -> Any:
-    torch.manual_seed(0)
     small: Any = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 3}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**small, image_size=8, patch_size=4),
         text_config=transformers.LlamaConfig(**{**small, "hidden_size": 32, "num_attention_heads": 4}, vocab_size=66),
         image_token_index=IMAGE,
     )
-    model = transformers.LlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
+    return _with_weights(transformers.LlavaForConditionalGeneration, config)
+
+
+@cache
+def _voxtral() -> Any:
+    small: Any = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = transformers.VoxtralConfig(
+        audio_config={**small, "intermediate_size": 64, "num_mel_bins": 6, "max_source_positions": 16},
+        text_config={
+            **small, "model_type": "llama", "hidden_size": 32, "intermediate_size": 24, "vocab_size": 66,
+            "num_key_value_heads": 2, "head_dim": 16,
+        },
+        audio_token_id=IMAGE,
+    )  # fmt: skip
+    return _with_weights(transformers.VoxtralForConditionalGeneration, config)
+
+
+def _with_weights(cls: Any, config: Any) -> Any:
+    torch.manual_seed(0)
+    model = cls._from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(0, 0.25) if p.dim() > 1 else p.add_(torch.randn_like(p), alpha=0.1)
@@ -91,13 +111,15 @@ def make_batch(kind: str, how: str, repeat: int = 1) -> dict[str, Any]:
                 at += tokens + 1
     labels[types > 0] = -100
     batch: dict[str, Any] = {"input_ids": ids, "labels": labels}
-    if kind != "llava":
+    if kind in ("gemma3", "qwen3_vl"):
         batch["token_type_ids" if kind == "gemma3" else "mm_token_type_ids"] = types
     if kind == "qwen3_vl":
         for name, which, grids in (("pixel_values", "image", images), ("pixel_values_videos", "video", videos)):
             if grids:
                 batch[name] = torch.randn(sum(t * h * w for t, h, w in grids), 12, generator=g)
                 batch[f"{which}_grid_thw"] = torch.tensor(grids)
+    elif kind == "voxtral":
+        batch["input_features"] = torch.randn(len(images), 6, 32, generator=g)
     elif images:
         size = 16 if kind == "gemma3" else 8
         batch["pixel_values"] = torch.randn(len(images), 3, size, size, generator=g)
@@ -135,14 +157,14 @@ def check_cases(group: ProcessGroup, cases: list[tuple[Case, Result]], how: str 
         seqpar.hf.restore(model)
         rows.clear()
         model(**batch)
-        assert rows == [len(batch[name]) for name in ("pixel_values", "pixel_values_videos") if name in batch]
+        assert rows == [len(batch[name]) for name in _INPUTS if name in batch]
 
 
 def counted_rows(model: nn.Module) -> list[int]:
     """How many rows each call of the tower has computed, in a list that grows."""
     rows: list[int] = []
     (tower,) = _towers(model)
-    embeds = next(m for m in tower.modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
+    embeds = next(m for m in tower.modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d))
     embeds.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
     return rows
 
@@ -159,7 +181,7 @@ def _expected_rows(kind: str, how: str, group: ProcessGroup) -> list[int]:
 
 CASES: dict[int, list[Case]] = {
     2: [
-        *((kind, "some", True) for kind in ("gemma3", "qwen3_vl", "llava")),
+        *((kind, "some", True) for kind in ("gemma3", "qwen3_vl", "llava", "voxtral")),
         *(("qwen3_vl", how, True) for how in ("video", "one", "none")),
         *((kind, "some", False) for kind in ("gemma3", "qwen3_vl")),
         ("gemma3", "one", True),
@@ -219,7 +241,7 @@ def test_memory_and_bytes(pool: Pool, kind: str) -> None:
 
 @on_ranks
 def others(group: ProcessGroup, kind: str) -> tuple[Any, ...]:
-    """Generation, a call of the tower outside of a forward on one rank alone, and a call with an unknown argument."""
+    """Generation, a call of the tower outside of a forward on one rank alone, and calls with more arguments."""
     model, batch = seqpar.hf.parallelize(tiny(kind), group=group, split_towers=True).eval(), make_batch(kind, "one")
     batch.pop("labels")
     tokens = model.generate(**batch, max_new_tokens=6, do_sample=False).tolist()
@@ -229,10 +251,12 @@ def others(group: ProcessGroup, kind: str) -> tuple[Any, ...]:
     if kind == "qwen3_vl":
         with pytest.raises(ValueError, match=r"^cu_seqlens: with split_towers=True Qwen3VLVisionModel gets a part"):
             model(**batch, image_cu_seqlens=torch.tensor([0, 16], dtype=torch.int32))
+    output = model(**batch, num_items_in_batch=torch.tensor(40), use_cache=False, output_hidden_states=True)
+    assert output.image_hidden_states is not None if kind == "llava" else output.hidden_states is not None
     return tokens
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
 def test_generation(pool: Pool, kind: str) -> None:
     batch = make_batch(kind, "one")
     batch.pop("labels")

@@ -25,8 +25,11 @@ from ..inspection.support import parameters_of
 from ..inspection.tower_trial import Items
 from ..state import Patch, forwards
 
-# Arguments of towers that do not belong to single items.
-_SWITCHES = ("return_dict", "output_hidden_states", "output_attentions", "interpolate_pos_encoding")
+# Arguments that models pass on to towers from their own call, and that do not change what a tower computes.
+_OF_THE_CALL = (
+    *("return_dict", "output_hidden_states", "output_attentions", "output_router_logits"),
+    *("use_cache", "num_items_in_batch"),
+)
 
 
 def _cut(items: Items, arguments: dict[str, Any], tower: nn.Module) -> tuple[list[int], Callable[[Sequence[int]], Any]]:
@@ -36,7 +39,7 @@ def _cut(items: Items, arguments: dict[str, Any], tower: nn.Module) -> tuple[lis
         ValueError: an argument has another number of rows, or it is not known whether it has a value for each item.
     """
     for name, x in arguments.items():
-        if x is not None and name not in (*items.rows, items.grid, *_SWITCHES):
+        if x is not None and name not in (*items.rows, items.grid, *_OF_THE_CALL):
             raise ValueError(
                 f"{name}: with split_towers=True {type(tower).__name__} gets a part of the images or sounds on each "
                 f"rank, and it is not known which part of {name} belongs to them; leave {name} or split_towers out"

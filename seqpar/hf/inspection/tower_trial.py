@@ -14,13 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from ...patching.replaced import replaced
+from ...patching.substitutes import own_token
 from .cheap import TokenwiseFunctions, configs, run_one_of_each_kind, substitutes
 from .support import TOWERS
+from .trial import replaced_interface
 
 _GRID = "grid_thw"
 _ANY_VOCABULARY = 1 << 62
@@ -91,7 +93,11 @@ def _find(tower: PreTrainedModel) -> Items:
             stack.enter_context(replaced(config, _attn_implementation_internal="sdpa"))
         for module in tower.modules():
             module._buffers.update({name: x.clone() for name, x in module._buffers.items() if x is not None})
+        stack.enter_context(replaced_interface(lambda *_: _attend))
         stack.enter_context(torch.random.fork_rng([]))
+        # With so few tokens, several threads would be slower than one.
+        stack.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         # The items of a grid are so small that all layers can run.
         tables = run_one_of_each_kind(tower)[1] if items.grid is None else []
         stack.enter_context(TokenwiseFunctions(_ANY_VOCABULARY, 0))
@@ -129,6 +135,17 @@ def _find(tower: PreTrainedModel) -> Items:
     return items
 
 
+def _attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    """A cheap attention function for transformers: a token gets the mean of the values that it sees."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    if mask is None:
+        mean = v.mean(2, keepdim=True)
+    else:
+        scores = torch.where(mask, 0.0, -torch.inf) if mask.dtype == torch.bool else mask
+        mean = scores.softmax(-1).nan_to_num() @ v
+    return (own_token(q, k, v) + mean).transpose(1, 2).contiguous(), None
+
+
 def _examples(tower: PreTrainedModel) -> tuple[Items, tuple[Item, Item, Item]]:
     """Three items. Of a tower with a grid, they have different sizes and several frames; otherwise each is a row."""
     config, parameters = tower.config, inspect.signature(tower.forward).parameters
@@ -154,13 +171,16 @@ def _examples(tower: PreTrainedModel) -> tuple[Items, tuple[Item, Item, Item]]:
         raise _NotItemwiseError(f"it is not known what its argument {first} holds")
     rows: tuple[str, ...] = (first,)
     examples: list[Item] = [{first: random(1, *shape)} for _ in range(3)]
-    if "patch_attention_mask" in parameters:
-        rows += ("patch_attention_mask",)
-        height, width = (n // config.patch_size for n in shape[1:])
+    masks: dict[str, tuple[int, ...]] = {}
+    if first == "input_features":
+        masks["attention_mask"] = 1, 1, config.max_source_positions, config.max_source_positions
+    elif "patch_attention_mask" in parameters:
+        masks["patch_attention_mask"] = 1, *(n // config.patch_size for n in shape[1:])
+    for name in masks.keys() & parameters.keys():
+        rows += (name,)
         for i, example in enumerate(examples):
-            mask = torch.ones(1, height, width, dtype=torch.bool, device="cpu")
-            mask[:, height - i % height :] = False
-            example[rows[1]] = mask
+            example[name] = torch.ones(masks[name], dtype=torch.bool, device="cpu")
+            example[name][..., masks[name][-1] - i :] = False  # padding
     return Items(rows), (examples[0], examples[1], examples[2])
 
 
