@@ -471,5 +471,6 @@ def with_fused_head(group: ProcessGroup, outputs: dict[str, Tensor], result: Res
 
 
 def test_trls_fused_head(pool: Pool) -> None:
-    pytest.importorskip("trl")
+    if not hasattr(pytest.importorskip("trl.trainer.utils"), "add_fused_lm_head"):
+        pytest.skip("TRL before 1.15 has no fused head")
     pool.run(2, with_fused_head, *fused_outputs("qwen3_moe"))

@@ -124,7 +124,10 @@ def _shard_text_call(
     keep = batch.pop("logits_to_keep", 0)
     keeps_some = isinstance(keep, Tensor) or keep != 0
     if keeps_some and cut.share_prompts:
-        raise ValueError(f"logits_to_keep={keep}: with share_prompts=True pass labels, or leave it out")
+        raise ValueError(
+            f"logits_to_keep={keep}: with share_prompts=True pass labels, or leave it out; TRL's GRPO and RLOO pass "
+            "labels from TRL 1.15 on"
+        )
     if keeps_some and ("labels" in batch or is_shifted):
         raise ValueError(f"logits_to_keep={keep}: with labels the loss needs every token; leave it out")
     if seed is None:
