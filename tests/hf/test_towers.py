@@ -22,6 +22,7 @@ import seqpar
 import seqpar.hf
 from seqpar.hf.calls.towers import assign
 from seqpar.hf.inspection.tower_trial import find_towers
+from seqpar.patching.replaced import replaced
 from seqpar.patching.substitutes import tensors_of
 
 from ..live_bytes import LiveBytes
@@ -251,6 +252,11 @@ def others(group: ProcessGroup, kind: str) -> tuple[Any, ...]:
     if kind == "qwen3_vl":
         with pytest.raises(ValueError, match=r"^cu_seqlens: with split_towers=True Qwen3VLVisionModel gets a part"):
             model(**batch, image_cu_seqlens=torch.tensor([0, 16], dtype=torch.int32))
+        (tower,) = _towers(model)
+        with replaced(tower.merger, forward=lambda x: x.view(1, -1, 32)):
+            words = r"Qwen3VLVisionModel returned a tensor of shape \(1, 8, 32\) for 16 rows"
+            with pytest.raises(ValueError, match=words):
+                model(**batch)
     output = model(**batch, num_items_in_batch=torch.tensor(40), use_cache=False, output_hidden_states=True)
     assert output.image_hidden_states is not None if kind == "llava" else output.hidden_states is not None
     return tokens

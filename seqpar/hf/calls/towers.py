@@ -95,12 +95,13 @@ def split_tower(patch: Patch, items: Items) -> Callable[..., Any]:
         def gather(x: Any) -> Any:
             if x is None:
                 return None
-            if not isinstance(x, Tensor) or not x.dim() or not len(x) or rows % len(x):
+            merged = rows // len(x) if isinstance(x, Tensor) and x.dim() and len(x) else 0
+            if merged not in items.merged or merged * len(x) != rows:
                 raise ValueError(
                     f"split_towers=True: {type(tower).__name__} returned {_shown(x)} for {rows} rows, whose first "
                     "dimension does not have the images or sounds in order; leave split_towers out"
                 )
-            ends = list(accumulate((size * len(x) // rows for size in sizes), initial=0))
+            ends = list(accumulate((size // merged for size in sizes), initial=0))
             ranges = [range(*pair) for pair in pairwise(ends)]
             layout = Assigned(tuple(tuple(ranges[item] for item in part) for part in parts))
             return patch.new_sharding(layout.seq_len, layout).unshard(x if parts[patch.rank] else x[:0], 0)

@@ -39,11 +39,13 @@ class Items:
         grid: the argument ``[images, 3]`` with the numbers of patches of each image: frames, height and width. None if
             each row is an item.
         frames: whether each frame of an image is an item, because the tower computes it by itself.
+        merged: how many rows of an argument have a row in an output: in each output that the trial run has seen.
     """
 
     rows: tuple[str, ...]
     grid: str | None = None
     frames: bool = False
+    merged: frozenset[int] = frozenset({1})
 
 
 def find_towers(root: PreTrainedModel) -> list[tuple[PreTrainedModel, Items]]:
@@ -132,6 +134,8 @@ def _find(tower: PreTrainedModel) -> Items:
                 frames = _frames(b)
                 found = not _differ(alone[id(b)], [run(x) for x in frames], [_size(x) for x in frames])
                 items = replace(items, frames=found)
+            merged = frozenset(_size(x) // len(y) for x in examples for y in alone[id(x)])
+            items = replace(items, merged=merged)
     return items
 
 
