@@ -366,6 +366,7 @@ def _measure_worker(group: ProcessGroup) -> dict[str, Any]:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_is_wrong_is_not_timed(pool: Pool) -> None:
     answers = pool.run(2, _measure_worker)

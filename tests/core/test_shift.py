@@ -81,7 +81,7 @@ def check(group: ProcessGroup, layout: Layout, seed: int) -> None:
     assert torch.equal(found_one, sharding.shard(wanted, -2))
 
 
-@pytest.mark.thorough(world=[2, 3])
+@pytest.mark.thorough(world=[2, 3, 8])
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 def test_equal_to_one_device(pool: Pool, world: int) -> None:
     for layout in LAYOUTS:

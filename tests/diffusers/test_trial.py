@@ -196,7 +196,7 @@ def test_one_rank_is_not_checked() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough(half=[1])
+@pytest.mark.thorough
 @pytest.mark.parametrize("half", [0, 1])
 def test_the_package_s_plans_pass_the_check(half: int) -> None:
     for name in [*{class_of(name): name for name in MODELS}.values()][half::2]:  # one of each class

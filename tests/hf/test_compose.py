@@ -443,6 +443,7 @@ def with_tensor_parallel(group: ProcessGroup, path: str, expected: Result) -> No
     assert rows.most == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="its tp_plan with FSDP2")
 @pytest.mark.thorough(kind=["qwen3"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

@@ -89,7 +89,7 @@ def train(
     return error
 
 
-@pytest.mark.thorough(zero=[1, 2])
+@pytest.mark.thorough
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_weights_equal_one_process(pools: dict[int, Pool], zero: int) -> None:
     memory = seqpar.Memory(tiled_mlp=16, head_groups=1 if zero == 3 else 2)

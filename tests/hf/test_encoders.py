@@ -138,6 +138,7 @@ def check_cases(group: ProcessGroup, cases: list[tuple[Case, tuple[Result, Tenso
         check_loss(float(model(**make_batch(kind, how)).loss), expected.loss, *what, "restored")
 
 
+@pytest.mark.thorough(world=[1, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_loss_and_gradients(pool: Pool, world: int) -> None:
     more: dict[str, Any] = {

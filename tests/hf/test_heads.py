@@ -154,6 +154,7 @@ CASES = [
 
 
 @pytest.mark.thorough(head=["saved", "class"])
+@pytest.mark.thorough(wrapper=["root"])
 @pytest.mark.thorough(head=["lora"], wrapper=["head"])
 @pytest.mark.thorough(head=["linear"], wrapper=["norm and head", "low precision of outputs", "fsdp1"])
 @pytest.mark.parametrize(("head", "wrapper", "first"), CASES)

@@ -280,9 +280,7 @@ COMPILED += [(model, "aot_eager", "checkpoint") for model in KINDS if model != "
 
 
 @pytest.mark.slow
-@pytest.mark.thorough(backend=["eager"])
-@pytest.mark.thorough(how=["states"])
-@pytest.mark.thorough(model=[model for model in KINDS if model not in ("lfm2", "glm_moe_dsa")])
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "backend", "how"), COMPILED)
 def test_a_compiled_layer_is_one_graph(pool: Pool, model: str, backend: str, how: str) -> None:
     """Other lengths, paddings and documents compile nothing, except that a batch of one row is a graph of its own."""

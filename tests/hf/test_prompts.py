@@ -132,6 +132,7 @@ def expected_of(kind: str) -> Expected:
     return log_probs.detach(), entropies.detach(), counted, rounded(model, step)
 
 
+@pytest.mark.thorough(world=[1, 4])
 @pytest.mark.parametrize("world", CASES)
 def test_rollouts(pool: Pool, world: int) -> None:
     pool.run(world, trained_on_rollouts, [(*case, expected_of(case[0])) for case in CASES[world]])
@@ -264,6 +265,7 @@ def outputs_of(kind: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return outputs
 
 
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", SETTINGS)
 def test_rows(pool: Pool, world: int) -> None:
     """A model that shares prompts returns what it returns without."""

@@ -196,11 +196,13 @@ def _with_results(cases: list[Case]) -> list[tuple[Case, Result]]:
     return [(case, one_device(*case)) for case in cases]
 
 
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", CASES)
 def test_loss_and_gradients(pool: Pool, world: int) -> None:
     pool.run(world, check_cases, _with_results(CASES[world]))
 
 
+@pytest.mark.thorough(how=["ddp", "checkpoints"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "checkpoints"])
 def test_fewer_images_than_ranks(pool: Pool, how: str) -> None:
     """All ranks run the modules of the tower, and join its collectives in forward and in backward."""
@@ -227,6 +229,7 @@ def measured(group: ProcessGroup, kind: str, split: bool, repeat: int) -> tuple[
     return after[0] - before[0], after[1], after[2] - before[2]
 
 
+@pytest.mark.thorough(kind=["gemma3"])
 @pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
 def test_memory_and_bytes(pool: Pool, kind: str) -> None:
     """A rank keeps the activations of its own images, and sends their outputs once."""

@@ -192,6 +192,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.thorough(feature=["alibi by batch row", "sinks"])
 @pytest.mark.parametrize(("mask", "feature"), [*zip(MASKS, FEATURES, strict=True)])
 def test_masks_and_features(mask: str, feature: str) -> None:
     """In one step, and sinks in two."""

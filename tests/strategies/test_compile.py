@@ -342,7 +342,7 @@ DROPOUT += [("tp_sp", 2, "plain"), ("activations", 2, "checkpoint")]
 
 
 @pytest.mark.thorough(strategy=["tp_sp", "activations"])
-@pytest.mark.thorough(how=["checkpoint around it"])
+@pytest.mark.thorough(how=["checkpoint around it", "keep_attention"])
 @pytest.mark.parametrize(("strategy", "ranks", "how"), DROPOUT)
 def test_compiled_dropout_draws_one_seed(pool: Pool, strategy: str, ranks: int, how: str) -> None:
     """The mask is eager code's, in forward and in backward, also where backward computes the graph again."""

@@ -65,6 +65,7 @@ def check_every_mask(group: ProcessGroup, seed: int) -> None:
             out.sum().backward()
 
 
+@pytest.mark.thorough(world=[4])
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_every_mask(pool: Pool, world: int) -> None:
     pool.run(world, check_every_mask, random_seed())

@@ -126,6 +126,7 @@ def different(group: ProcessGroup | None, strategy: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.thorough(strategy=["ulysses"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_nothing_of_another_call_is_left(pool: Pool, strategy: str) -> None:
     assert different(None, strategy) == []

@@ -108,6 +108,7 @@ def cases_of(world: int, turn: int, turns: int = 5) -> list[Case]:
 
 
 @pytest.mark.thorough(world=[2, 4], shared_memory=[True])
+@pytest.mark.thorough(turn=[4])
 @pytest.mark.parametrize(
     ("turn", "world", "shared_memory"), [(0, 1, False), (1, 2, True), (2, 3, False), (3, 4, True), (4, 4, False)]
 )
