@@ -253,7 +253,7 @@ def in_layouts(items: Sequence[Item], strategy: str, world: int) -> list[tuple[I
     return [(item, LAYOUTS[(first + index) % len(LAYOUTS)]) for index, item in enumerate(items)]
 
 
-@pytest.mark.thorough(strategy=[x for x in STRATEGIES if x != "hybrid"], world=[2, 4])
+@pytest.mark.thorough(strategy=[x for x in DISTINCT if x != "hybrid"], world=[2, 4])
 @pytest.mark.parametrize(("strategy", "world"), EVERY_STRATEGY_AND_WORLD)
 def test_masks_and_heads(batch: Batch, strategy: str, world: int) -> None:
     """Every mask, every pair of head counts and every layout, with a length that no number of ranks divides and one
