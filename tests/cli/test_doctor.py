@@ -54,7 +54,7 @@ def _compare(group: ProcessGroup, broken: bool) -> list[tuple[str, str, bool, st
 
 
 @pytest.mark.slow
-@pytest.mark.thorough(world=[1, 4])
+@pytest.mark.thorough(world=[2, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_strategy_gives_the_numbers_of_one_device(pool: Pool, world: int) -> None:
     by_rank = pool.run(world, _compare, False)

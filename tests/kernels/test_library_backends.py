@@ -125,6 +125,7 @@ def check(found: dict[str, Tensor], problem: Problem) -> None:
         assert_close(found[name], expected[name], problem.dtype, f"{name} of {problem}", rounded[name])
 
 
+@pytest.mark.thorough(name=["flash", "flash_attn_3", "cudnn"])
 @pytest.mark.parametrize("name", LIBRARIES)
 def test_against_float64(name: str) -> None:
     """Every mask and layout, with one rank and with three, and sinks."""

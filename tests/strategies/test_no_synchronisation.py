@@ -158,7 +158,7 @@ def without_a_gpu(world: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.thorough(strategy=["activations", "ulysses"])
+@pytest.mark.thorough(strategy=["activations", "ulysses", "tp_sp"])
 @pytest.mark.thorough(strategy=["all_gather", "hybrid"], world=[1024])
 @pytest.mark.parametrize(("strategy", "world", "heads"), CASES)
 def test_no_read_back_and_no_copy(

@@ -70,8 +70,7 @@ def check_strategy_worker(
         assert_close(seqpar.unshard(actual, group=group, layout=layout), expected, dtype, name)
 
 
-@pytest.mark.thorough(strategy=["ulysses", "context_parallel"])
-@pytest.mark.thorough(dtype=[torch.float16])
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("strategy", "layout", "mask", "dtype", "features"),
     [
