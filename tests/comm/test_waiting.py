@@ -60,6 +60,7 @@ def mesh_and_group(group: ProcessGroup, port: int, others_give: str) -> tuple[st
     return error_of(lambda: attend(**(given if world.rank() == 1 else {others_give: given[others_give]})))
 
 
+@pytest.mark.thorough(others_give=["mesh"])
 @pytest.mark.parametrize("others_give", ["mesh", "group"])
 def test_one_rank_gives_mesh_and_group(own: OwnPool, others_give: str) -> None:
     results = own.pool.run(3, mesh_and_group, own.port, others_give)

@@ -240,6 +240,7 @@ def test_scale_is_the_planners(mask: str, section: str, gpus: int, tokens: int) 
         assert written == f"{best.strategy} {best.degrees}, {ratio:.1f} x; {cell.over_zigzag:.2f}"
 
 
+@pytest.mark.thorough
 def test_settings_of_the_docs_are_the_planners() -> None:
     """The rows of ``CASES`` in docs/scale.py that take little time."""
     scale = runpy.run_path(str(ROOT / "docs" / "scale.py"))

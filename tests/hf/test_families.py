@@ -14,6 +14,7 @@ EQUAL, REFUSED = ["equal"] * 3, ["refused"] * 3
 WITH_ENCODER = ["equal", "equal", "-"]
 
 
+@pytest.mark.thorough
 def test_families_of_each_outcome(pool: Pool) -> None:
     every = {family.name: family for family in families.families() if not family.changes}
     assert {family.kind for family in every.values()} == {*families.KINDS} and len(every) > 100

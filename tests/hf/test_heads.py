@@ -153,6 +153,7 @@ CASES = [
 ]
 
 
+@pytest.mark.thorough(first=[False])
 @pytest.mark.thorough(head=["saved", "class"])
 @pytest.mark.thorough(wrapper=["root"])
 @pytest.mark.thorough(head=["lora"], wrapper=["head"])

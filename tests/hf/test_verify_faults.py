@@ -390,6 +390,7 @@ def report_of(group: ProcessGroup, fault: str) -> tuple[bool, list[tuple[str, st
     return report.ok, [(d.kind, d.layer, d.quantity) for d in report.differences], str(report)
 
 
+@pytest.mark.thorough(fault=[*FAULTS][1::2])
 @pytest.mark.thorough(
     fault=[
         "stale keys in backward",

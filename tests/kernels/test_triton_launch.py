@@ -260,6 +260,7 @@ def test_elementwise_launches_are_not_bound_again(launches: Launches) -> None:
         assert second[:4] == third[:4] == first[:4] and len(second) == len(first)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no gcc")
 def test_a_driver_gets_the_arguments(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def load(group: ProcessGroup, strategy: str, heads: tuple[int, int], paths: list
     return loaded
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.thorough(heads=[(6, 2)])
 @pytest.mark.parametrize("heads", [(8, 8), (6, 2)], ids=str)

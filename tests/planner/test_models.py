@@ -139,7 +139,7 @@ def test_weights_of_models_are_those_that_their_cards_name(name: str) -> None:
         assert x.row.weights == pytest.approx(187.1e6, rel=1e-3)
 
 
-@pytest.mark.thorough(name=["gpt-7b", "lfm2-1.2b", "qwen3.5-27b"])
+@pytest.mark.thorough(name=["gpt-7b", "lfm2-1.2b", "qwen3.5-27b", "kimi-linear-48b-a3b"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -295,6 +295,7 @@ def test_without_transformers_a_configuration_is_refused(monkeypatch: pytest.Mon
     assert model_of("llama3-8b").depth == 32
 
 
+@pytest.mark.thorough
 def test_layers_with_windows_compute_and_send_less() -> None:
     """gpt-oss: every other layer sees 128 keys. Its step is the mean of one without windows and one with only them."""
     given, *_ = CONFIGS["gpt-oss-120b"]

@@ -172,6 +172,7 @@ def attend_on_ranks(group: ProcessGroup) -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.thorough(world=[2])
 @pytest.mark.parametrize(("world", "shared_memory"), [(2, True), (3, False)])
 def test_real_ranks(pool: Pool, world: int, shared_memory: bool) -> None:
     for of_rank in pool.run(world, attend_on_ranks, shared_memory=shared_memory):

@@ -229,6 +229,7 @@ def compare(by_rank: list[dict[str, list[Operation]]]) -> None:
             assert sent == [(x.group, x.nbytes) for x in there if x.name in RECEIVES], name
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_messages_do_not_depend_on_caches(pool: Pool) -> None:
     compare(pool.run(2, with_other_caches))
