@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import cache
 from typing import Any
 
@@ -221,6 +222,8 @@ def measured(group: ProcessGroup, kind: str, split: bool, repeat: int) -> tuple[
         outputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(output)}
         found.extend((live.now(), sum(outputs.values()), trace.bytes_sent))
 
+    model(**make_batch(kind, "some", repeat))  # what a process makes once is not counted
+    gc.collect()
     tower.register_forward_pre_hook(now)
     tower.register_forward_hook(now)
     with LiveBytes() as live, seqpar.trace() as trace:
@@ -240,7 +243,7 @@ def test_memory_and_bytes(pool: Pool, kind: str) -> None:
     (whole, outputs, nothing), (half, gathered, sent) = more[False], more[True]
     pixels = 64 * 12 if kind == "qwen3_vl" else 5 * 3 * 16 * 16  # of one rank, in its part of the batch
     assert nothing == 0 and gathered == outputs and sent == outputs // 2
-    assert half <= whole // 2 + gathered + 4 * pixels
+    assert half <= whole // 2 + gathered + 4 * pixels + whole // 16  # and small tables
 
 
 @on_ranks
