@@ -326,6 +326,7 @@ def with_encoder(config: Any, folder: str) -> Run:
             try:
                 model = peft.get_peft_model(model, adapter)
             except AttributeError:  # peft 0.18 asks Bart for a method that transformers 5.23 has renamed
+                assert peft.__version__.startswith("0.18.")
                 break
         sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
         arguments = transformers.Seq2SeqTrainingArguments(parallelism_config=config, **settings(folder, 2, **sizes))

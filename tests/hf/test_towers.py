@@ -224,10 +224,14 @@ def measured(group: ProcessGroup, kind: str, split: bool, repeat: int) -> tuple[
 
     model(**make_batch(kind, "some", repeat))  # what a process makes once is not counted
     gc.collect()
+    gc.disable()  # a collection in the middle would free what an earlier test has left
     tower.register_forward_pre_hook(now)
     tower.register_forward_hook(now)
-    with LiveBytes() as live, seqpar.trace() as trace:
-        model(**make_batch(kind, "some", repeat))
+    try:
+        with LiveBytes() as live, seqpar.trace() as trace:
+            model(**make_batch(kind, "some", repeat))
+    finally:
+        gc.enable()
     before, after = found[:3], found[3:]
     return after[0] - before[0], after[1], after[2] - before[2]
 
@@ -243,7 +247,7 @@ def test_memory_and_bytes(pool: Pool, kind: str) -> None:
     (whole, outputs, nothing), (half, gathered, sent) = more[False], more[True]
     pixels = 64 * 12 if kind == "qwen3_vl" else 5 * 3 * 16 * 16  # of one rank, in its part of the batch
     assert nothing == 0 and gathered == outputs and sent == outputs // 2
-    assert half <= whole // 2 + gathered + 4 * pixels + whole // 16  # and small tables
+    assert half <= whole // 2 + gathered + 4 * pixels
 
 
 @on_ranks

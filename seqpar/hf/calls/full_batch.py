@@ -101,7 +101,7 @@ def check_shareable(model: nn.Module, patch: Patch) -> None:
     elif patch.has_indexers:
         why = "it has indexers, which choose keys in rows without branches only"
     elif settings.alibi_slopes is not None:
-        why = "alibi_slopes count the tokens between two tokens, also those of other answers"
+        why = "alibi_slopes count all tokens between two tokens, also tokens of other answers"
     elif predicts_in_place(model) or not all(causal for causal, _, _ in patch.layer_masks):
         why = "it has layers that are not causal, in which a prompt sees its answers"
     elif any(chunk for _, _, chunk in patch.layer_masks):

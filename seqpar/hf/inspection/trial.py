@@ -220,7 +220,9 @@ class Trial:
         self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
         if k.shape[2] != self._states_length:
-            raise ValueError(f"it attends to {k.shape[2]} keys, which are not those of the encoder's states alone")
+            raise ValueError(
+                f"it attends to {k.shape[2]} keys, but it must attend to the encoder's states and to nothing else"
+            )
         is_causal = kwargs.get("is_causal")
         if getattr(module, "is_causal", True) if is_causal is None else is_causal:
             raise ValueError("it attends to the encoder's states causally")

@@ -325,7 +325,7 @@ class LogProbsOutput(ModelOutput):
     """What a forward returns if it is asked for log-probabilities."""
 
     log_probs: Tensor | None = None  # float32 [batch, seq]
-    entropy: Tensor | None = None  # likewise, if it is asked for
+    entropy: Tensor | None = None  # of the same tokens; None unless it is asked for
 
 
 @overload
