@@ -221,7 +221,7 @@ class Trial:
     ) -> tuple[Tensor, None]:
         if k.shape[2] != self._states_length:
             raise ValueError(
-                f"it attends to {k.shape[2]} keys, but it must attend to the encoder's states and to nothing else"
+                f"it attends to {k.shape[2]} keys; expected the encoder's states, and no other key"
             )
         is_causal = kwargs.get("is_causal")
         if getattr(module, "is_causal", True) if is_causal is None else is_causal:
