@@ -220,9 +220,7 @@ class Trial:
         self, function: Any, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any
     ) -> tuple[Tensor, None]:
         if k.shape[2] != self._states_length:
-            raise ValueError(
-                f"it attends to {k.shape[2]} keys; expected the encoder's states, and no other key"
-            )
+            raise ValueError(f"it attends to {k.shape[2]} keys; expected the encoder's states, and no other key")
         is_causal = kwargs.get("is_causal")
         if getattr(module, "is_causal", True) if is_causal is None else is_causal:
             raise ValueError("it attends to the encoder's states causally")
