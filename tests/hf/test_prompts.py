@@ -346,7 +346,7 @@ def test_refused_sequences(arguments: Any, words: str) -> None:
         ("qwen3_5", {}, {}, "share_prompts: Qwen3_5ForCausalLM: it has layers with recurrent states"),
         ("bert", {}, {}, "share_prompts: BertForMaskedLM: it has layers that are not causal"),
         ("llama4", {}, {}, "share_prompts: Llama4ForCausalLM: it has layers that attend in chunks"),
-        ("llama", {"alibi_slopes": [0.5] * 4}, {}, "LlamaForCausalLM: alibi_slopes count the tokens"),
+        ("llama", {"alibi_slopes": [0.5] * 4}, {}, "LlamaForCausalLM: alibi_slopes count all tokens"),
         ("llama", {"outputs": "local"}, {}, "outputs='local': with share_prompts=True a call returns the outputs"),
         ("llama", {}, {"labels": None, "logits_to_keep": 1}, "logits_to_keep=1: with share_prompts=True"),
         ("llama", {}, {"return_dict": False}, "return_dict=False: with share_prompts=True"),
