@@ -14,7 +14,7 @@ import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -527,6 +528,18 @@ def _cudnn(kernels: Kernels, version: str | None, lse_dims: int) -> tuple[Any, A
 
 
 @contextmanager
+def fake_modules(modules: Mapping[str, Any]) -> Iterator[None]:
+    """In the block, an import of these names finds these modules. What the block imports besides stays imported.
+
+    ``mock.patch.dict(sys.modules)`` would forget it, and some modules of PyTorch cannot be imported twice.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in modules.items():
+            patch.setitem(sys.modules, name, module)
+        yield
+
+
+@contextmanager
 def stand_ins(
     like_a_kernel: bool = False, capability: tuple[int, int] = (9, 0), lse_dims: int = 4, **versions: str
 ) -> Iterator[Kernels]:
@@ -552,7 +565,7 @@ def stand_ins(
     cudnn_forward, cudnn_backward = _cudnn(kernels, versions.get("cudnn"), lse_dims)
     flash._load.cache_clear()
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(sys.modules, {**modules, sparse.__name__: sparse}))
+        stack.enter_context(fake_modules({**modules, sparse.__name__: sparse}))
         for target, name, value in (
             (flash, "_no_cuda", lambda: None),
             (flash, "_forward", flash_forward),

@@ -42,6 +42,7 @@ from seqpar.placement import balanced
 
 from ..pool import Pool, may_have_children, on_ranks
 from ..reference import assert_error, nudge
+from ..standins import fake_modules
 from . import test_encoders as encoders
 from .random_rows import draw, loader_of
 from .workers import HYBRIDS, VOCAB, make_batch, tiny
@@ -1007,7 +1008,7 @@ def refused_trainers(group: ProcessGroup, folder: str, by_config: bool) -> None:
             trainer.train()
     module = {"trl.trainer.distillation_trainer": SimpleNamespace(DistillationTrainer=Distillation)}
     with (
-        mock.patch.dict(sys.modules, module),
+        fake_modules(module),
         torchrun(group),
         pytest.raises(ValueError, match=r"Distillation.*: it computes its loss from parts"),
     ):

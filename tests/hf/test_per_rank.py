@@ -34,6 +34,7 @@ from seqpar.ranks import rendezvous
 from ..live_bytes import LiveBytes
 from ..pool import OwnPool, Pool, limit_waits, mesh_of, on_ranks, start
 from ..reference import assert_close
+from ..standins import fake_modules
 from .test_accelerate import torchrun
 from .test_compose import fsdp1, fsdp1_gradients, shard_fully
 from .workers import PARALLELIZE, Result, check, gradients, make_batch, rounded, rounding_of, tiny
@@ -327,7 +328,7 @@ def batches_of_trainer(group: ProcessGroup, port: int, fsdp: bool, expected: lis
         assert [float(x) for x in shared.prepare_data_loader(rows)] == [0, 1, 2, 3, 4, 5]
         if fsdp:
             accelerate.state.AcceleratorState._reset_state()
-        with mock.patch.dict(sys.modules, TRL):
+        with fake_modules(TRL):
             accelerator = PreferenceTrainer(fsdp, config).accelerator
         batches = [float(x) for x in accelerator.prepare_data_loader(rows)]
         model = accelerator.prepare(tiny("llama"))
