@@ -70,10 +70,14 @@ if TYPE_CHECKING:
 
         strategy: StrategyName
 
-    class ReplayArguments(ValueArguments, StrategyOptions, total=False):
-        """The keyword arguments of ``replay`` except ``ranks`` and ``return_lse``."""
+    class WholeArguments(ValueArguments, StrategyOptions, total=False):
+        """The keyword arguments that ``replay`` and ``replay_report`` have in common."""
 
         strategy: StrategyName
+
+    class ReplayArguments(WholeArguments, total=False):
+        """The keyword arguments of ``replay`` except ``ranks`` and ``return_lse``."""
+
         layout: Layout
         ranks_per_host: int | None
         shared_memory: bool
@@ -377,22 +381,11 @@ def replay(
     v: Tensor,
     *,
     ranks: int,
-    strategy: StrategyName = "ring",
     layout: Layout = "zigzag",
-    mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
     ranks_per_host: int | None = None,
     shared_memory: bool = True,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: Deterministic = False,
-    backend: BackendName = "auto",
     return_lse: bool = False,
-    dropout_seed: int | None = None,
-    latent_weight: Tensor | None = None,
-    **strategy_options: Unpack[StrategyOptions],
+    **options: Unpack[WholeArguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``attention`` of all ranks in this process: the bits that ``ranks`` processes compute, joined.
 
@@ -409,24 +402,16 @@ def replay(
         k: ``[batch, seq, kv_heads, head_dim]``, all tokens.
         v: ``[batch, seq, kv_heads, v_head_dim]``, all tokens.
         ranks: the number of ranks that the sequence is sharded over.
-        strategy: see ``attention``. For a mesh, pass "hybrid" with ``ulysses_size``.
         layout: which tokens each rank holds: a name, or the ``layout`` of a ``Sharding``, such as
             ``Sharding.balanced(mask, seq_len, ranks=4, rank=0).layout``.
-        mask: which keys each query sees, in global positions.
         ranks_per_host: how many consecutive ranks share a host; by default, all ranks do.
         shared_memory: whether CPU ranks of a host send messages through shared memory. They do by default;
             ``seqpar.trace().transports`` says it. It decides the order of some sums.
-        softmax_scale: this and the next arguments have the meaning that they have in ``attention``.
-        softcap: see ``attention``.
-        sinks: see ``attention``. Their gradient is the sum of the ranks' gradients, in the order of the ranks.
-        alibi_slopes: see ``attention``.
-        dropout_p: see ``attention``.
-        deterministic: see ``attention``.
-        backend: see ``attention``.
-        latent_weight: see ``attention``. Its gradient is the sum of the ranks' gradients, in the order of the ranks.
         return_lse: also return the log-sum-exp of the scores, sinks included.
-        dropout_seed: the seed that the ranks used. It must be given with ``dropout_p``.
-        strategy_options: see ``attention``.
+        options: the other arguments of ``attention`` except ``return_max_logit``, with the same defaults. For a mesh,
+            pass ``strategy="hybrid"`` with ``ulysses_size``. With ``dropout_p``, pass the ``dropout_seed`` that the
+            ranks used. The gradients of ``sinks`` and ``latent_weight`` are the sums of the ranks' gradients, in the
+            order of the ranks.
 
     Returns:
         ``out [batch, seq, heads, v_head_dim]``, and with ``return_lse`` also ``lse [batch, heads, seq]``, of all tokens
@@ -438,25 +423,51 @@ def replay(
             than three ranks that do not share memory (NCCL and gloo decide it).
     """
     for name in ("mesh", "group", "sharding", "seq_len"):
-        if name in strategy_options:
+        if name in options:
             raise TypeError(f"{name}: replay has all ranks in one process; pass ranks= and layout= instead")
     check_int("ranks", ranks, 1)
     if ranks_per_host is not None:
         check_int("ranks_per_host", ranks_per_host, 1)
     check_bool("shared_memory", shared_memory)
+    qkv, spec, mask, vectors = checked_call(q, k, v, replay, return_lse, **options)
+    crew = Crew(ranks, ranks_per_host or ranks, shared_memory)
+    out, lse = attend_in_process(*qkv, spec, mask, layout, crew, **vectors)
+    return out if lse is None else (out, lse)
+
+
+def checked_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    function: Callable[..., Any],
+    return_lse: bool,
+    *,
+    strategy: StrategyName = "ring",
+    mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    deterministic: Deterministic = False,
+    backend: BackendName = "auto",
+    dropout_seed: int | None = None,
+    latent_weight: Tensor | None = None,
+    **strategy_options: Unpack[StrategyOptions],
+) -> tuple[tuple[Tensor, Tensor, Tensor], AttentionSpec, Mask, dict[str, Any]]:
+    """The arguments of ``replay`` or ``replay_report``, which is ``function``, checked: q, k and v in autocast's dtype,
+    constants, the mask, and "sinks", "alibi_slopes", "seed" (int64 ``[]`` on the host) and "latent_weight"."""
     constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
-    spec = attention_spec(strategy, strategy_options, *constants, replay)
+    spec = attention_spec(strategy, strategy_options, *constants, function, checked_call)
     q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, (q, k, v, sinks, alibi_slopes, latent_weight))
     seed = None
     if spec.dropout_p:
         if dropout_seed is None:
-            raise ValueError(f"dropout_p={dropout_p} without dropout_seed: pass the seed that the ranks used")
+            raise ValueError(f"dropout_p={dropout_p} without dropout_seed: pass the seed of the ranks")
         _check_seed(dropout_seed)
         seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
-    crew = Crew(ranks, ranks_per_host or ranks, shared_memory)
-    vectors: Any = {"sinks": sinks, "alibi_slopes": alibi_slopes, "seed": seed, "latent_weight": latent_weight}
-    out, lse = attend_in_process(q, k, v, spec, mask, layout, crew, **vectors)
-    return out if lse is None else (out, lse)
+    vectors = {"sinks": sinks, "alibi_slopes": alibi_slopes, "seed": seed, "latent_weight": latent_weight}
+    return (q, k, v), spec, mask, vectors
 
 
 def mask_planner(

@@ -16,21 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..base.checks import check_inputs, check_int, no_compile
+from ..base.checks import no_compile
 from ..comm.p2p import links_of
-from ..kernels import BackendName
+from ..functional import checked_call
 from ..masks.mask import Mask
 from ..placement.layout import Layout
 from ..placement.placement import ANY_RANKS
-from ..placement.strategies import StrategyName, StrategyOptions
 from ..ranks.in_process import Crew
 from ..ranks.mesh import ranks_by_host, ranks_per_host
 from ..schedule.program import Step
 from ..sharding.sharding import Sharding
 from ..sharding.shards import local_shard
-from ..sharding.spec import AttentionSpec, Deterministic, attention_spec
+from ..sharding.spec import AttentionSpec
 from ..strategies.auto import named
-from ..strategies.autograd import to_autocast_dtype
 from ..strategies.call import AttentionCall
 from ..strategies.operators import attention_gradients, compute
 from ..strategies.prepare import new_call
@@ -39,6 +37,8 @@ from .gradients import all_gather_values
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from ..functional import WholeArguments
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CAUSES = {
@@ -150,18 +150,7 @@ def replay_report(
     dout: Tensor | None = None,
     *,
     sharding: Sharding,
-    strategy: StrategyName = "ring",
-    mask: Mask = Mask.causal(),  # noqa: B008 (an immutable value)
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    dropout_p: float = 0.0,
-    deterministic: Deterministic = False,
-    backend: BackendName = "auto",
-    dropout_seed: int | None = None,
-    latent_weight: Tensor | None = None,
-    **strategy_options: Unpack[StrategyOptions],
+    **options: Unpack[WholeArguments],
 ) -> ReplayReport:
     """Run attention on the ranks and replay it on rank 0, and say where the bits first differ: rank, step and tensor.
 
@@ -175,18 +164,8 @@ def replay_report(
         v: ``[batch, seq, kv_heads, v_head_dim]``, this rank's tokens.
         dout: the gradient of the output, ``[batch, seq, heads, v_head_dim]``; None: random numbers.
         sharding: the ranks, and the tokens that each holds.
-        strategy: this and the next arguments have the meaning that they have in ``attention``.
-        mask: see ``attention``.
-        softmax_scale: see ``attention``.
-        softcap: see ``attention``.
-        sinks: see ``attention``.
-        alibi_slopes: see ``attention``.
-        dropout_p: see ``attention``.
-        deterministic: see ``attention``.
-        backend: see ``attention``.
-        dropout_seed: it must be given with ``dropout_p``.
-        latent_weight: see ``attention``.
-        strategy_options: see ``attention``.
+        options: the other arguments of ``attention`` except ``return_lse`` and ``return_max_logit``. With
+            ``dropout_p``, pass a ``dropout_seed``.
 
     Returns:
         The report, the same on every rank: ``report.ok``, ``report.first``, and ``str(report)`` with a probable cause.
@@ -202,25 +181,13 @@ def replay_report(
     """
     if not isinstance(sharding, Sharding):
         raise TypeError(f"sharding={sharding!r}: expected a seqpar.Sharding, as Sharding(seq_len, layout) makes one")
-    spec = attention_spec(
-        strategy, strategy_options, softmax_scale, softcap, dropout_p, deterministic, backend, True, replay_report
-    )
-    seed = None
-    if dropout_p:
-        if dropout_seed is None:
-            raise ValueError(f"dropout_p={dropout_p} without dropout_seed: pass a seed, the same on every rank")
-        check_int("dropout_seed", dropout_seed, 0, bits=63)
-        seed = torch.full((), dropout_seed, dtype=torch.int64, device="cpu")
-    check_inputs(q, k, v, latent_weight)
-    q, k, v = (x.detach() for x in to_autocast_dtype(q, k, v))
+    qkv, spec, mask, vectors = checked_call(q, k, v, replay_report, True, **options)
+    q, k, v = (x.detach() for x in qkv)
     spec = named(spec, mask, q.shape[2], k.shape[2], sharding)
-    vectors: dict[str, Any] = {
-        "sinks": sinks, "alibi_slopes": alibi_slopes, "seed": seed, "latent_weight": latent_weight,
-    }  # fmt: skip
     vectors = {name: None if x is None else x.detach() for name, x in vectors.items()}
     notes, group = _Notes(), sharding.sequence_group
     with torch.no_grad():
-        of_call = vectors["sinks"], vectors["alibi_slopes"], seed, vectors["latent_weight"]
+        of_call = vectors["sinks"], vectors["alibi_slopes"], vectors["seed"], vectors["latent_weight"]
         call = new_call(q, k, v, *of_call, spec, mask, sharding, ANY_RANKS)
         why, call.record = unknown_sums(call, q.device), notes
         out, lse, saved = compute(call, q, k, v, vectors["latent_weight"])

@@ -37,6 +37,11 @@ def replay(*args: Any, **kwargs: Any) -> Any:
     return seqpar.replay(*args, **kwargs)
 
 
+def report(*args: Any, **kwargs: Any) -> seqpar.ReplayReport:
+    """``seqpar.replay_report`` of arguments of any type."""
+    return seqpar.replay_report(*args, **kwargs)
+
+
 def replay_case(case: Case, ranks: int, shared_memory: bool) -> Results:
     """The results of a case over the full sequence; of forward alone if the gradients cannot be replayed."""
     tensors, options = case.problem.tensors(), case.arguments(ranks)
@@ -357,5 +362,14 @@ def test_errors_of_the_report() -> None:
         seqpar.replay_report(q, q, q, sharding=None)
     with pytest.raises(ValueError, match="without dropout_seed"):
         seqpar.replay_report(q, q, q, sharding=seqpar.Sharding(16), dropout_p=0.5)
-    with pytest.raises(TypeError, match="not an option"):
-        seqpar.replay_report(q, q, q, sharding=seqpar.Sharding(16), chunks=2)
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (TypeError, "not an option", {"chunks": 2}),
+        (TypeError, "did you mean 'softcap'", {"softcaps": 2.0}),
+        (TypeError, "mask=int: expected a seqpar.Mask", {"mask": 3}),
+        (ValueError, "sinks", {"sinks": torch.ones(3)}),
+        (ValueError, "alibi_slopes", {"alibi_slopes": torch.ones(3)}),
+    ]
+    for error, message, options in refused:
+        for function, where in ((replay, {"ranks": 2}), (report, {"sharding": seqpar.Sharding(16)})):
+            with pytest.raises(error, match=message):
+                function(q, q, q, **where, **options)
