@@ -34,7 +34,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, intervals: IntervalsLike, score: Sc
     return attention_forward(q, k, v, intervals, score, config=_config("forward", (k, v), v, score))
 
 
-def query_gradients(
+def gradients(
+    kernel: str,
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
@@ -43,32 +44,20 @@ def query_gradients(
     v: Tensor,
     intervals: IntervalsLike,
     score: ScoreLike,
-) -> Tensor:
-    """``dq [1, m, h, d]`` in q's dtype; ``dout [1, m, h, e]``, ``lse, delta [1, h, m]``."""
-    dq = torch.empty_like(q)
-    if k.numel() == 0:
-        return dq.zero_()
-    operands = Operands(dout, q, k, v, statistics(lse, delta), intervals, dq=dq, dk=k, dv=v)
-    dq_launch(operands, score, _config("dq", (k, v), v, score), new=True)()
-    return dq
+) -> tuple[Tensor, ...]:
+    """``dq [1, m, h, d]`` of the kernel "dq", or ``dk [1, n, g, d]`` and ``dv [1, n, g, e]`` of the kernel "dkdv".
 
-
-def key_gradients(
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: IntervalsLike,
-    score: ScoreLike,
-) -> tuple[Tensor, Tensor]:
-    """``dk [1, n, g, d]`` and ``dv [1, n, g, e]`` in k's dtype; ``dout [1, m, h, e]``, ``lse, delta [1, h, m]``."""
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
-    if q.numel() == 0:
-        return dk.zero_(), dv.zero_()
-    operands = Operands(dout, q, k, v, statistics(lse, delta), intervals, dq=q, dk=dk, dv=dv)
-    config = _config("dkdv", (q, dout), v, score)
-    tables = bounds_and_ranges(intervals.lo, intervals.hi, k.shape[1], config.block_n)
-    keys_launch(operands, score, *tables, config, new=True)()
-    return dk, dv
+    In the dtype of q, k and v; ``dout [1, m, h, e]``, ``lse, delta [1, h, m]``.
+    """
+    found = tuple(map(torch.empty_like, (q,) if kernel == "dq" else (k, v)))
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(x.zero_() for x in found)
+    dq, dk, dv = (*found, k, v) if kernel == "dq" else (q, *found)
+    operands = Operands(dout, q, k, v, statistics(lse, delta), intervals, dq, dk, dv)
+    config = _config(kernel, (k, v) if kernel == "dq" else (q, dout), v, score)
+    if kernel == "dq":
+        dq_launch(operands, score, config, new=True)()
+    else:
+        tables = bounds_and_ranges(intervals.lo, intervals.hi, k.shape[1], config.block_n)
+        keys_launch(operands, score, *tables, config, new=True)()
+    return found

@@ -272,20 +272,19 @@ class _TritonTiles:
         with explain_errors("triton"):
             return delta(out, dout, dlse)
 
-    def query_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
-    ) -> Tensor:
-        from ..triton_kernels.document_tiles import query_gradients
-
-        with explain_errors("triton"):
-            dq: Tensor = query_gradients(*output, q, k, v, seen, score)
+    def query_gradients(self, *arguments: Any) -> Tensor:
+        (dq,) = self._gradients("dq", *arguments)
         return dq
 
-    def key_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
-    ) -> tuple[Tensor, Tensor]:
-        from ..triton_kernels.document_tiles import key_gradients
+    def key_gradients(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        dk, dv = self._gradients("dkdv", *arguments)
+        return dk, dv
+
+    def _gradients(
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
+    ) -> tuple[Tensor, ...]:
+        from ..triton_kernels.document_tiles import gradients
 
         with explain_errors("triton"):
-            dk, dv = key_gradients(*output, q, k, v, seen, score)
-        return dk, dv
+            found: tuple[Tensor, ...] = gradients(kernel, *output, q, k, v, seen, score)
+        return found
