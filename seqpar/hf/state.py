@@ -137,8 +137,6 @@ class Patch:
     @property
     def unkept(self) -> str:
         """What the models have whose states a sharded prompt does not keep. Empty if there is nothing."""
-        if self.has_encoder:
-            return "an encoder and cross-attentions"
         return (
             "layers with recurrent states" if self.has_mixers else self.has_indexers * "indexers with keys of their own"
         )
@@ -214,6 +212,8 @@ class DecodeShard:
     cache: Any  # a transformers Cache whose layers are ``ShardedCacheLayer``
     start: int  # the global position of the first new token
     mask: Mask  # the padding at the start of the prompt; each layer adds its causality and window
+    # Of an encoder-decoder model: which of the encoder's states a query sees, and which states this rank has, int64.
+    states: tuple[Mask, Tensor] | None = None
     shared: Shared = field(default_factory=dict, repr=False)  # what the layers share (see ``attend_to_cached``)
 
 

@@ -25,6 +25,7 @@ from ..reference import assert_close
 from . import workers
 from .families import Family
 from .families import tiny as families_tiny
+from .test_generate import CACHE
 from .workers import PARALLELIZE, Result, Rows, check_gradients, check_loss, gradients, rounded
 
 pytestmark = pytest.mark.slow
@@ -197,21 +198,76 @@ def test_pad_tokens_of_a_decoder_that_looks_for_them() -> None:
         ours(**batch)
 
 
+def prompt(kind: str, how: str) -> dict[str, Tensor]:
+    batch = make_batch(kind, how)
+    return {name: batch[name] for name in ("input_ids", "input_features", "attention_mask") if name in batch}
+
+
+def for_generation(kind: str) -> Any:
+    return (tiny(kind) if kind in CONFIGS else families_tiny(Family("text-text", "", kind))).eval()
+
+
+SPECIAL = {"decoder_start_token_id": 3, "bos_token_id": 3, "pad_token_id": 0}
+GENERATED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("right", {}),
+    ("plain", {"do_sample": True}),
+    ("right", {"num_beams": 3, "num_return_sequences": 2}),
+    ("plain", {"decoder_input_ids": torch.arange(3, 21).view(2, 9)}),  # a prompt
+)
+
+
+def generate(model: Any, kind: str) -> list[Tensor]:
+    """What the model generates, and the logits of new tokens that are given together, after a token that was cached."""
+    found, fixed = [], {"max_new_tokens": 6, "eos_token_id": None, "do_sample": False, **SPECIAL}
+    for how, options in GENERATED:
+        torch.manual_seed(3)
+        found.append(model.generate(**prompt(kind, how), **{**fixed, **options}))
+    tokens, given = torch.randint(3, VOCAB, (2, 5), generator=torch.Generator().manual_seed(0)), prompt(kind, "right")
+    with torch.no_grad():
+        first = model(**given, decoder_input_ids=tokens[:, :1], use_cache=True)
+        cache = first.get("cache", first.get("past_key_values"))
+        more = model(**given, decoder_input_ids=tokens[:, 1:], **{CACHE: cache}, use_cache=True)
+    keys = [layer.keys.shape[2] for layer in cache.cross_attention_cache.layers]
+    return [*found, torch.cat([first.logits, more.logits], 1), torch.tensor(keys)]
+
+
 @on_ranks
-def generated(group: ProcessGroup) -> Tensor | str:
-    model = seqpar.hf.parallelize(tiny("Bart").eval(), group=group)
-    try:
-        ids: Tensor = model.generate(make_batch("Bart", "right")["input_ids"], max_new_tokens=5, do_sample=False)
-    except ValueError as error:
-        return str(error)
-    return ids
+def check_generation(group: ProcessGroup, kind: str, expected: list[Tensor]) -> None:
+    *tokens, logits, keys = generate(seqpar.hf.parallelize(for_generation(kind), group=group), kind)
+    for ours, theirs, case in zip(tokens, expected, GENERATED, strict=False):
+        assert torch.equal(ours, theirs), (kind, case)
+    assert_close(logits, expected[-2])
+    assert keys.tolist() == [len(range(group.rank(), n, group.size())) for n in expected[-1].tolist()]
 
 
-def test_generation(pool: Pool) -> None:
-    """One rank generates as without ``parallelize``; several ranks do not generate."""
-    ids = tiny("Bart").eval().generate(make_batch("Bart", "right")["input_ids"], max_new_tokens=5, do_sample=False)
-    assert torch.equal(pool.run(1, generated)[0], ids)
-    assert "has an encoder and cross-attentions, which are not kept for a sharded prompt" in pool.run(2, generated)[0]
+@pytest.mark.thorough(kind=["T5GemmaForConditionalGeneration", "EncoderDecoderModel", "MarianMTModel"])
+@pytest.mark.parametrize("kind", [*CONFIGS, "T5GemmaForConditionalGeneration", "EncoderDecoderModel", "MarianMTModel"])
+def test_generation(pool: Pool, kind: str) -> None:
+    """Greedy, sampled, with beams and from a prompt; each rank has the keys of some of the encoder's states."""
+    expected = generate(for_generation(kind), kind)
+    assert len(set(expected[1].flatten().tolist())) > 3
+    for world in (1, 3) if kind == "Bart" else (3,):
+        pool.run(world, check_generation, kind, expected)
+
+
+@on_ranks
+def refused_generation(group: ProcessGroup) -> None:
+    model, given = seqpar.hf.parallelize(tiny("Whisper").eval(), group=group), prompt("Whisper", "plain")
+    with pytest.raises(ValueError, match="the same tokens, but other images, sounds or states of the encoder"):
+        model.generate(input_features=given["input_features"] + group.rank(), max_new_tokens=3)
+    with pytest.raises(TypeError, match="cache=DynamicCache: expected a transformers EncoderDecoderCache"):
+        model(**given, decoder_input_ids=TOKENS[:, :1], **{CACHE: transformers.DynamicCache()})
+    static = (transformers.StaticCache(model.config, max_cache_len=9) for _ in range(2))
+    with pytest.raises(ValueError, match="layers are of type StaticLayer, but only a dynamic"):
+        model(**given, decoder_input_ids=TOKENS[:, :1], **{CACHE: transformers.EncoderDecoderCache(*static)})
+    for module in model.modules():
+        module.dropout = 0.1 if hasattr(module, "is_decoder") else 0.0
+    with pytest.raises(ValueError, match=r"attention dropout is 0.1, but generation drops nothing; use model.eval()"):
+        model.train()(**given, decoder_input_ids=TOKENS[:, :1], use_cache=True)
+
+
+def test_refused_generation(pool: Pool) -> None:
+    pool.run(2, refused_generation)
 
 
 def parallel(kind: str = "Bart", how: str = "plain", drop: str = "", **arguments: Any) -> Any:

@@ -86,19 +86,20 @@ def attention_forward(
     name = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
     if not isinstance(patch, Patch):
         raise ValueError(f"{name}: attn_implementation 'seqpar' is set by seqpar.hf.parallelize(model); call that")
-    if (function := getattr(module, ATTENDS_ACROSS, None)) is not None:
+    if seqpar is None and (forward := forwards.now) is not None:  # the layer does not pass its **kwargs on
+        seqpar = forward.shard
+    across = getattr(module, ATTENDS_ACROSS, None)
+    if across is not None and not isinstance(seqpar, DecodeShard):
         given: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
         given |= {"s_aux": s_aux, "is_causal": is_causal, "position_bias": position_bias, **kwargs}
         given["position_ids"] = None  # transformers would look for packed documents in this rank's positions
         given = {option: x for option, x in given.items() if x is not None}
-        return function(module, query, key, value, attention_mask, dropout=dropout, **given)[0], None
+        return across(module, query, key, value, attention_mask, dropout=dropout, **given)[0], None
     for argument, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
         if x is not None and not isinstance(x, IndexedMask):
             raise ValueError(
                 f"{name}: {argument} of shape {tuple(x.shape)} is given; dense score terms are not supported"
             )
-    if seqpar is None and (forward := forwards.now) is not None:  # the layer does not pass its **kwargs on
-        seqpar = forward.shard
     if seqpar is None:
         raise ValueError(
             f"{name}: no 'seqpar' came with the batch: {WITHOUT_HOOKS}, or call the part with what "
@@ -107,7 +108,9 @@ def attention_forward(
         )
     if isinstance(seqpar, BatchShard) and not isinstance(seqpar, PlacedShard):
         seqpar = patch.place(seqpar)  # the forward runs without the hooks, as in a pipeline stage
-    mask, in_layer = mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
+    mask, in_layer = (
+        (Mask.full(), _COMPLETE) if across else mask_in_layer(module, seqpar, patch, is_causal, sliding_window)
+    )
     scaling = scale_of(patch.settings, scaling, name)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     weight, shared_key = None, key
@@ -139,7 +142,7 @@ def attention_forward(
         layer_mask=in_layer,
     )
     if isinstance(seqpar, DecodeShard):
-        return decode(module, q, k, v, s_aux, seqpar, patch, spec, name), None
+        return decode(module, q, k, v, s_aux, seqpar, patch, spec, name, across is not None), None
     sharding, seed = seqpar.sharding, None
     if dropout:
         # The odd multiplier spreads the layers' indices over 32 bits.

@@ -122,15 +122,15 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             )
     elif generates(kwargs):
         if kept := patch.unkept:
-            alone = "" if encodes else "with batches='per_rank' or "
             raise ValueError(
                 f"cache: {type(model).__name__} has {kept}, which are not kept for a sharded prompt yet; generate "
-                f"{alone}after seqpar.hf.restore(model), or pass use_cache=False"
+                "with batches='per_rank' or after seqpar.hf.restore(model), or pass use_cache=False"
             )
         kwargs, forward.full_call = shard_generation(model, kwargs, has_images)
     elif (outer := _outer(patch)) is not None:
         outer.alike.close()  # each rank draws its own random numbers for its tokens
-        kwargs, forward.full_call = shard_call(model, kwargs, False, (cast(Any, outer.shard).seed + 1) % 2**62)
+        seed = 0 if outer.batch_shard is None else outer.batch_shard.seed + 1
+        kwargs, forward.full_call = shard_call(model, kwargs, False, seed % 2**62)
     else:
         kwargs, forward.full_call = shard_call(model, kwargs, has_images)
     if has_images and forward.full_call is not None:
@@ -140,7 +140,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     forward.shard = kwargs["seqpar"]
     if forward.batch_shard is not None:
         _prepare(forward, kwargs, parameters, wants_log_probs)
-    if encodes:
+    if encodes and forward.batch_shard is not None:
         forward.decoder_positions = kwargs.pop("decoder_position_ids")
     if encodes or merges(model):
         del kwargs["seqpar"]  # before_text_model passes it to the text model

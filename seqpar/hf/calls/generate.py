@@ -4,6 +4,9 @@
 batch: each rank computes its tokens of the prompt, and caches their keys and values. Each later forward is a decoding
 step.
 
+In an encoder-decoder model every forward of the decoder is a decoding step. Each rank has some of the encoder's states,
+and a cross-attention caches their keys and values. It attends to the keys of all ranks as the other layers do.
+
 Shapes: b batch, new tokens of a forward, cached tokens of this rank, h query heads, n KV heads, d head_dim.
 """
 
@@ -14,7 +17,15 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from torch.utils._pytree import tree_leaves
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 
 from ...base.checks import no_compile
 from ...comm.handshake import Fingerprint, all_gather_header
@@ -24,11 +35,16 @@ from ...masks.mask import Mask, layer_mask
 from ...placement.heads import Heads
 from ...sharding.spec import AttentionSpec
 from ..batch import batch_checksum
-from ..inspection.support import cache_of, parameters_of, recomputes
+from ..inspection.support import cache_of, parameters_of, recomputes, text_model
+from ..mechanisms.encoders import has_encoder
 from ..mechanisms.key_values import storing_layer
 from ..state import DecodeShard, FullCall, Patch
 from .full_batch import shard_call
 
+_ONLY_DYNAMIC = (
+    "cache: its layers are of type {}, but only a dynamic cache can be sharded; leave cache_implementation out, or "
+    "pass DynamicCache()"
+)
 _MEDIA_ARGUMENTS = ("pixel_values", "input_features")  # how the names of image, video and audio arguments begin
 
 
@@ -51,22 +67,28 @@ def shard_generation(
             "use_cache: with activation checkpointing in train mode transformers fills no cache; call model.eval() or "
             "model.activation_checkpointing_disable() before you generate"
         )
-    config = cast(Any, model.config).get_text_config()
+    config = cast(Any, text_model(cast(Any, model)).config).get_text_config(decoder=True)
+    encodes = has_encoder(model)
     if cache is None:
         cache = DynamicCache(config=config)
+        if encodes:
+            cache = EncoderDecoderCache(cache, DynamicCache())
         kwargs["cache" if "cache" in parameters_of(model) else "past_key_values"] = cache
+    if encodes:
+        cache = _own_cache(cache)
     _shard_cache(cache, config.num_hidden_layers)
-    tokens = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+    ids, embeds, mask = (f"decoder_{x}" if encodes else x for x in ("input_ids", "inputs_embeds", "attention_mask"))
+    tokens = kwargs[embeds] if kwargs.get(ids) is None else kwargs[ids]
     past, new = cache.get_seq_length(), tokens.shape[1]
     total = past + new
-    attention_mask = kwargs.pop("attention_mask", None)
+    attention_mask = kwargs.pop(mask, None)
     if isinstance(attention_mask, dict):  # generate made one mask per layer type; ``no_mask`` makes each of them None
         attention_mask = None
-    _check_same_tokens(tokens, attention_mask, past, patch)
-    if kwargs.get("position_ids") is None:
-        kwargs["position_ids"] = torch.arange(past, total, device=tokens.device)[None]
+    _check_same_tokens(tokens, attention_mask, past, patch, [] if past else tree_leaves(kwargs))
     padding = _left_padding(attention_mask)
-    if past == 0 and new >= patch.ranks:
+    if not encodes and kwargs.get("position_ids") is None:
+        kwargs["position_ids"] = torch.arange(past, total, device=tokens.device)[None]
+    if past == 0 and new >= patch.ranks and not encodes:
         prompt = {**kwargs, "attention_mask": attention_mask}
         local, full_call = shard_call(model, prompt, has_images, seed=0, fills_cache=True)
         # With a cache, position_ids that restart start no document.
@@ -88,18 +110,31 @@ def shard_generation(
 class _TokensHeader(NamedTuple):
     past: int  # the number of tokens in the cache
     tokens: Fingerprint  # of the new tokens
+    others: Fingerprint  # of the other tensors of the first forward
 
 
-def _check_same_tokens(tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch) -> None:
+def _check_same_tokens(
+    tokens: Tensor, attention_mask: Tensor | None, past: int, patch: Patch, arguments: list[Any]
+) -> None:
+    """Compare the ranks' new tokens, and the tensors in ``arguments``, such as images or an encoder's states."""
+
     def header() -> _TokensHeader:
         # A forward that adds a single token to the cache adds no padding, so its mask need not be copied to the host.
         if attention_mask is not None and (past == 0 or tokens.shape[1] > 1):
             is_token = attention_mask != 0
             if attention_mask.dim() == 2 and bool((is_token[:, :-1] & ~is_token[:, 1:]).any()):
                 raise ValueError("attention_mask: it has padding after tokens; put a prompt's padding on the left")
-        return _TokensHeader(past, Fingerprint(batch_checksum({"tokens": tokens})))
+        others = batch_checksum({str(i): x for i, x in enumerate(arguments)})
+        return _TokensHeader(past, Fingerprint(batch_checksum({"tokens": tokens})), Fingerprint(others))
 
-    if len(set(all_gather_header(header, patch.sequence_group))) > 1:
+    headers = all_gather_header(header, patch.sequence_group)
+    if len({header[:2] for header in headers}) == 1 and len(set(headers)) > 1:
+        raise ValueError(
+            "generate: the ranks of the sequence group have the same tokens, but other images, sounds or states of the "
+            "encoder; give all ranks the same inputs, and call model.eval(), so that an encoder computes the same on "
+            "all of them (also torch.backends.cudnn.benchmark = False)"
+        )
+    if len(set(headers)) > 1:
         raise ValueError(
             "input_ids: the ranks of the sequence group passed different tokens; give all ranks the same prompt, and "
             "set the same seed on all of them (torch.manual_seed) before sampling"
@@ -226,10 +261,7 @@ def _shard_cache(cache: Any, layers: int) -> None:
         return
     other = [layer for layer in stored if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)]
     if other:
-        raise ValueError(
-            f"cache: its layers are of type {type(other[0]).__name__}, but only a dynamic cache can be "
-            "sharded; leave cache_implementation out, or pass DynamicCache()"
-        )
+        raise ValueError(_ONLY_DYNAMIC.format(type(other[0]).__name__))
     if cache.get_seq_length() > 0:
         raise ValueError("cache: it was filled before the model was parallelized; start with an empty cache")
     cache.layers = [
@@ -238,6 +270,19 @@ def _shard_cache(cache: Any, layers: int) -> None:
         else ShardedCacheLayer(getattr(layer, "sliding_window", None), getattr(layer, "record_past", False))
         for layer in cache.layers or [None] * layers
     ]
+
+
+def _own_cache(cache: Any) -> Any:
+    """The part of the ``cache`` of an encoder-decoder model that holds the keys of its decoder's own tokens."""
+    if not isinstance(cache, EncoderDecoderCache):
+        raise TypeError(
+            f"cache={type(cache).__name__}: expected a transformers EncoderDecoderCache, because the model has an "
+            "encoder; leave it out, or pass EncoderDecoderCache(DynamicCache(), DynamicCache())"
+        )
+    for layer in cache.cross_attention_cache.layers:
+        if type(layer) is not DynamicLayer:
+            raise ValueError(_ONLY_DYNAMIC.format(type(layer).__name__))
+    return cache.self_attention_cache
 
 
 def _is_shared(layer: Any) -> bool:
@@ -264,15 +309,27 @@ def decode(
     patch: Patch,
     spec: AttentionSpec,
     name: str,
+    across: bool = False,
 ) -> Tensor:
-    """Attention of the new tokens over the cached keys of all ranks: [b, new, h, v_head_dim], without gradients."""
-    positions = shard.cache.layers[storing_layer(module)].attended
+    """Attention of the new tokens over the cached keys of all ranks: [b, new, h, v_head_dim], without gradients.
+
+    The keys are of earlier tokens and the new ones, or ``across`` of the encoder's states.
+    """
+    if spec.dropout_p:
+        raise ValueError(
+            f"{name}: attention dropout is {spec.dropout_p}, but generation drops nothing; use model.eval()"
+        )
+    assert spec.softmax_scale is not None and spec.layer_mask is not None
+    if across:
+        assert shard.states is not None
+        mask, positions = shard.states
+    else:
+        mask, positions = shard.mask, shard.cache.layers[storing_layer(module)].attended
     if k.shape[1] != len(positions):
         raise ValueError(f"{name}: its keys come from another layer's cache; such sharing is not supported")
     heads = Heads.of_model(q.shape[2], k.shape[2])
-    assert spec.softmax_scale is not None and spec.layer_mask is not None
     score = Score(spec.softmax_scale, spec.softcap, spec.slopes(heads, q.device), sinks)
-    cached, mask = (k, v, positions), layer_mask(shard.mask, *spec.layer_mask)
+    cached, mask = (k, v, positions), layer_mask(mask, *spec.layer_mask)
     return attend_to_cached(
         q, cached, shard.start, mask, heads, score, patch.sequence_group, spec.backend, shard.shared
     )

@@ -10,6 +10,8 @@ with, and all-gathers its states, once. In backward, one reduce-scatter sums the
 Whisper's with its convolutions, runs on its whole input on every rank. The ranks then draw the same random numbers
 until the decoder starts: otherwise dropout would give each of them other states.
 
+In generation a decoder gets every ``ranks``-th state of the encoder, and its cross-attentions cache only their keys.
+
 Shapes: batch, s tokens of this rank, h query heads, n KV heads, d head_dim, e v_head_dim.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -26,7 +29,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from ..state import NAME, Forward, Settings
+from ...masks.mask import Mask
+from ...masks.rules import Rule
+from ...masks.runs import Runs
+from ..batch import token_ranges
+from ..state import NAME, DecodeShard, Forward, Settings
 
 ATTENDS_ACROSS = "_seqpar_attends_across"  # an attribute of cross-attentions, the attention function that they had
 STATES, STATES_MASK = "encoder_hidden_states", "encoder_attention_mask"  # arguments of a decoder
@@ -101,9 +108,12 @@ def attends_across(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 def start_decoder(decoder: nn.Module, arguments: dict[str, Any], forward: Forward) -> dict[str, Any]:
     """The arguments of ``decoder`` on this rank's tokens."""
     states, positions, shard = arguments.get(STATES), forward.decoder_positions, forward.batch_shard
-    if not isinstance(states, Tensor) or positions is None or shard is None:
+    if not isinstance(states, Tensor):
         raise ValueError(f"{type(decoder).__name__}: expected {STATES}, got {type(states).__name__}")
     parameters = inspect.signature(decoder.forward).parameters
+    if isinstance(forward.shard, DecodeShard):
+        return _start_decoding(arguments, states, forward, forward.shard, STATES_MASK in parameters)
+    assert positions is not None and shard is not None
     if "position_ids" in parameters:
         arguments["position_ids"] = positions
     if shard.valid is not None:  # the padding is part of the shard's mask; without a mask, some decoders look for more
@@ -119,8 +129,53 @@ def start_decoder(decoder: nn.Module, arguments: dict[str, Any], forward: Forwar
     return arguments
 
 
+def _start_decoding(
+    arguments: dict[str, Any], states: Tensor, forward: Forward, shard: DecodeShard, takes_mask: bool
+) -> dict[str, Any]:
+    """The arguments of a decoder on new tokens, with this rank's part of the encoder's ``states`` [b, s, hidden]."""
+    rank, ranks = forward.patch.rank, forward.patch.ranks
+    padded = None if (mask := arguments.get(STATES_MASK)) is None else token_ranges(mask)
+    seen = Mask.full() if padded is None else Mask((_VisibleStates(*zip(*padded, strict=True)),))
+    of_rank = torch.arange(rank, states.shape[1], ranks, device="cpu")
+    forward.shard = DecodeShard(shard.cache, shard.start, shard.mask, (seen, of_rank))
+    arguments[STATES] = states = states[:, rank::ranks]
+    if takes_mask:  # ``mask_of_states`` knows it
+        forward.states_mask = torch.ones(states.shape[:2], dtype=torch.bool, device=states.device)
+        arguments[STATES_MASK] = forward.states_mask
+    return arguments
+
+
+@dataclass(frozen=True)
+class _VisibleStates(Rule):
+    """Every query sees the states ``begin <= j < end`` of its batch row."""
+
+    begin: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @property
+    def batch(self) -> int:
+        return len(self.begin)
+
+    @property
+    def is_local(self) -> bool:
+        return False
+
+    @property
+    def constructor(self) -> str:
+        return f"visible_states({self.begin}, {self.end})"
+
+    @property
+    def shown(self) -> int:
+        return max(self.end)
+
+    def runs(self, row: int, seq_len: int) -> Runs:
+        return Runs.of([0], self.begin[row], 0, self.end[row], 0)
+
+
 def mask_of_states(forward: Forward, arguments: dict[str, Any]) -> Any:
     """The mask of a cross-attention, from the function that the model's mask interface had, and its ``arguments``."""
+    if isinstance(forward.shard, DecodeShard):
+        return None
     name = forward.patch.attention
     if forward.unmasked_states:
         arguments["attention_mask"] = None
