@@ -9,6 +9,8 @@ Shapes: m rows of queries, n rows of keys, h query heads, g KV heads, d head_dim
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,9 +31,16 @@ def _config(kernel: str, streamed: tuple[Tensor, Tensor], v: Tensor, score: Scor
     return config
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, intervals: IntervalsLike, score: ScoreLike) -> tuple[Tensor, Tensor]:
-    """``out [1, m, h, e]`` and ``lse [1, h, m]`` of ``q [1, m, h, d]``, ``k [1, n, g, d]`` and ``v [1, n, g, e]``."""
-    return attention_forward(q, k, v, intervals, score, config=_config("forward", (k, v), v, score))
+def forward(q: Tensor, k: Tensor, v: Tensor, parts: Sequence[IntervalsLike], score: ScoreLike) -> tuple[Tensor, Tensor]:
+    """``out [1, m, h, e]`` and ``lse [1, h, m]`` of ``q [1, m, h, d]``, ``k [1, n, g, d]`` and ``v [1, n, g, e]``.
+
+    ``parts``: which keys each query sees, for each part of the mask, one after another.
+    """
+    carry, config = None, _config("forward", (k, v), v, score)
+    for i, part in enumerate(parts, 1):
+        carry = attention_forward(q, k, v, part, score, carry=carry, last=i == len(parts), config=config)
+    assert carry is not None
+    return carry
 
 
 def gradients(
@@ -42,22 +51,25 @@ def gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    intervals: IntervalsLike,
+    parts: Sequence[IntervalsLike],
     score: ScoreLike,
 ) -> tuple[Tensor, ...]:
     """``dq [1, m, h, d]`` of the kernel "dq", or ``dk [1, n, g, d]`` and ``dv [1, n, g, e]`` of the kernel "dkdv".
 
-    In the dtype of q, k and v; ``dout [1, m, h, e]``, ``lse, delta [1, h, m]``.
+    ``dout [1, m, h, e]``, ``lse, delta [1, h, m]``, and ``parts`` as in :func:`forward`. The gradients have the dtype of
+    q, k and v, or are float32 sums over several parts.
     """
-    found = tuple(map(torch.empty_like, (q,) if kernel == "dq" else (k, v)))
+    dtype = q.dtype if len(parts) == 1 else torch.float32
+    found = tuple(torch.empty_like(x, dtype=dtype) for x in ((q,) if kernel == "dq" else (k, v)))
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in found)
     dq, dk, dv = (*found, k, v) if kernel == "dq" else (q, *found)
-    operands = Operands(dout, q, k, v, statistics(lse, delta), intervals, dq, dk, dv)
     config = _config(kernel, (k, v) if kernel == "dq" else (q, dout), v, score)
-    if kernel == "dq":
-        dq_launch(operands, score, config, new=True)()
-    else:
-        tables = bounds_and_ranges(intervals.lo, intervals.hi, k.shape[1], config.block_n)
-        keys_launch(operands, score, *tables, config, new=True)()
+    for i, part in enumerate(parts):
+        operands = Operands(dout, q, k, v, statistics(lse, delta), part, dq, dk, dv)
+        if kernel == "dq":
+            dq_launch(operands, score, config, new=i == 0)()
+        else:
+            tables = bounds_and_ranges(part.lo, part.hi, k.shape[1], config.block_n)
+            keys_launch(operands, score, *tables, config, new=i == 0)()
     return found

@@ -10,7 +10,7 @@ Shapes: t tiles, m = t * TILE rows of queries or keys, h query heads, n KV heads
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,8 @@ from ..schedule.rows import KeyIntervals
 from . import BACKENDS
 from .base import Score, accumulator
 from .triton import explain_errors
+
+MaskParts = Sequence[KeyIntervals]
 
 
 class OutputTiles(NamedTuple):
@@ -36,15 +38,20 @@ class OutputTiles(NamedTuple):
     lse: Tensor
     delta: Tensor
 
+    def of(self, rows: slice) -> OutputTiles:
+        """The output of some queries."""
+        lse, delta = (x[..., rows].contiguous() for x in (self.lse, self.delta))
+        return OutputTiles(self.dout[:, rows], lse, delta)
+
 
 class TileKernels(Protocol):
     """Attention of queries in tiles over keys in tiles.
 
     ``q [1, m, h, d]``, ``k [1, m, n, d]`` and ``v [1, m, n, e]`` are contiguous, each with its own m. ``seen``: which
-    keys each query sees.
+    keys each query sees, for each part of the mask.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: KeyIntervals, score: Score) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskParts, score: Score) -> tuple[Tensor, Tensor]:
         """``out [1, m, h, e]`` in q's dtype, and ``lse [1, h, m]``."""
         ...
 
@@ -53,13 +60,13 @@ class TileKernels(Protocol):
         ...
 
     def query_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
     ) -> Tensor:
         """``dq [1, m, h, d]``, of any floating dtype."""
         ...
 
     def key_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
     ) -> tuple[Tensor, Tensor]:
         """``dk [1, m, n, d]`` and ``dv [1, m, n, e]``, of any floating dtype."""
         ...
@@ -79,7 +86,7 @@ def tile_kernels(backend: str, q: Tensor, k: Tensor, v_head_dim: int, score: Sco
 class _TorchTiles:
     """Plain PyTorch, on any device and for any dtype. Products and statistics are float32 (float64 for float64)."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: KeyIntervals, score: Score) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskParts, score: Score) -> tuple[Tensor, Tensor]:
         (_, _, heads, _), (_, _, kv_heads, v_dim) = q.shape, v.shape
         tiles = _TilePairs(q, k, v, seen, score)
         out, lse, sinks = q.new_empty(1, q.shape[1], heads, v_dim), _statistics(q), None
@@ -113,7 +120,7 @@ class _TorchTiles:
         return delta if dlse is None else delta - dlse
 
     def query_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
     ) -> Tensor:
         tiles = _TilePairs(q, k, v, seen, score, output)
         gradient = torch.empty_like(q, dtype=output.lse.dtype)
@@ -126,7 +133,7 @@ class _TorchTiles:
         return gradient
 
     def key_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
     ) -> tuple[Tensor, Tensor]:
         tiles = _TilePairs(q, k, v, seen, score, output)
         gradients = [torch.empty_like(x, dtype=output.lse.dtype) for x in (k, v)]
@@ -161,7 +168,7 @@ class _TilePairs:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        seen: KeyIntervals,
+        seen: MaskParts,
         score: Score,
         output: OutputTiles | None = None,
     ) -> None:
@@ -174,13 +181,14 @@ class _TilePairs:
             self.dout_is_finite = _are_finite(self.dout)
             lse = output.lse.masked_fill(output.lse == -torch.inf, 0.0)  # the scores of these rows are -inf
             self._lse, self._delta = (_tiles(x.mT.unsqueeze(-1), kv_heads) for x in (lse, output.delta))
-        self._lo, self._hi = (x.view(-1, TILE) for x in (seen.lo, seen.hi))
-        self._q_positions, self._k_positions = (x.view(-1, TILE) for x in (seen.q_positions, seen.k_positions))
+        self._lo, self._hi = (
+            torch.cat(x).view(len(seen), -1, TILE, 1) for x in zip(*((y.lo, y.hi) for y in seen), strict=True)
+        )
+        self._q_positions, self._k_positions = (x.view(-1, TILE) for x in (seen[0].q_positions, seen[0].k_positions))
         self._columns = torch.arange(TILE, device=q.device)
-        on_host = seen.on_host() or seen.to(torch.device("cpu"))
-        self.keys_of = [*_visible_tiles(on_host)]
-        ends = on_host.lo.view(-1, TILE)[:, -1].tolist(), on_host.hi.view(-1, TILE)[:, 0].tolist()
-        self._full = [range(-(-lo // TILE), hi // TILE) for lo, hi in zip(*ends, strict=True)]
+        on_host = [part.on_host() or part.to(torch.device("cpu")) for part in seen]
+        self.keys_of = [sorted(set().union(*tiles)) for tiles in zip(*map(_visible_tiles, on_host), strict=True)]
+        self._full = [*zip(*map(_full_tiles, on_host), strict=True)]
 
     def scores(self, i: int, j: int) -> tuple[Tensor, Tensor | float, Tensor | None]:
         """Scores ``[n, rows, TILE]`` of a tile of queries and one of keys, their derivative by the scaled products, and
@@ -195,11 +203,10 @@ class _TilePairs:
             distance = (self._q_positions[i][:, None] - self._k_positions[j]).abs().to(s.dtype)
             slopes = score.alibi_slopes.to(s.dtype).view(-1, self._group, 1, 1)
             s = (s.view(shape) - slopes * distance).view(s.shape)
-        if j in self._full[i]:  # every query sees every key
+        if any(j in tiles for tiles in self._full[i]):  # every query sees every key
             return s, chain, None
         columns = self._columns + j * TILE
-        visible = (columns >= self._lo[i][:, None]) & (columns < self._hi[i][:, None])
-        visible = visible.expand(shape).reshape(s.shape)
+        visible = ((columns >= self._lo[:, i]) & (columns < self._hi[:, i])).any(0).expand(shape).reshape(s.shape)
         return s.masked_fill(~visible, -torch.inf), chain, visible
 
     def weights(self, i: int, j: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -256,10 +263,16 @@ def _visible_tiles(seen: KeyIntervals) -> Iterator[list[int]]:
         yield (((lo < begin + TILE) & (hi > begin)).any(1).nonzero().flatten() + first).tolist()
 
 
+def _full_tiles(seen: KeyIntervals) -> list[range]:
+    """For each tile of queries, the tiles of keys of which every query sees every key."""
+    ends = seen.lo.view(-1, TILE)[:, -1].tolist(), seen.hi.view(-1, TILE)[:, 0].tolist()
+    return [range(-(-lo // TILE), hi // TILE) for lo, hi in zip(*ends, strict=True)]
+
+
 class _TritonTiles:
     """The package's Triton kernels. A row's sums do not depend on the other rows of its tile."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: KeyIntervals, score: Score) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskParts, score: Score) -> tuple[Tensor, Tensor]:
         from ..triton_kernels.document_tiles import forward
 
         with explain_errors("triton"):
@@ -281,7 +294,7 @@ class _TritonTiles:
         return dk, dv
 
     def _gradients(
-        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: KeyIntervals, score: Score
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
     ) -> tuple[Tensor, ...]:
         from ..triton_kernels.document_tiles import gradients
 

@@ -55,6 +55,7 @@ from .rules import (
     described,
     document_boundaries,
     ints,
+    merged_positions,
     parts_of,
     range_pairs,
     short,
@@ -445,12 +446,15 @@ class Mask(Opaque):
         They are position 0, the boundaries of ``documents`` and the first tokens of ``padding``. ``Mask.chunked`` takes
         them, to count its chunks from the beginning of each sequence: ``Mask.chunked(size, starts=mask.starts)``.
         """
-        merged: list[set[int]] = [{0} for _ in range(self.batch)]
-        for rule in self.rules:
-            for i, row in enumerate(merged):
-                row.update(rule.starts[i % len(rule.starts)])
-        rows = tuple(tuple(sorted(row)) for row in merged)
-        return rows[:1] if len(set(rows)) == 1 else rows
+        return merged_positions([rule.starts for rule in self.rules], self.batch)
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """For each batch row, positions that no visible pair crosses, increasing: they divide it into documents.
+
+        The positions of ``starts``, and under a mask with branches the roots of trees and the ends of connected ranges.
+        """
+        return merged_positions([rule.cuts for rule in self.rules], self.batch)
 
     @property
     def has_window(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -31,6 +31,11 @@ class Rule(ABC):
     def starts(self) -> tuple[tuple[int, ...], ...]:
         """For each batch row, the positions at which a sequence begins according to the rule (see ``Mask.starts``)."""
         return ((0,),)
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """For each batch row, positions that divide it into documents (see ``Mask.cuts``)."""
+        return self.starts
 
     @property
     @abstractmethod
@@ -95,6 +100,10 @@ class BranchingRule(Rule):
             "seqpar.shift, indexers"
         )
 
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        return ((0,),)
+
 
 @dataclass(frozen=True)
 class _OfMasks(BranchingRule):
@@ -133,6 +142,12 @@ class AnyOf(_OfMasks):
     @property
     def constructor(self) -> str:
         return " | ".join(map(described, self.masks))
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        by_mask = [merged_positions([rule.cuts for rule in rules], self.batch) for rules in self.masks]
+        by_row = ([set(rows[row % len(rows)]) for rows in by_mask] for row in range(self.batch))
+        return tuple(tuple(sorted(set.intersection(*cuts))) for cuts in by_row)
 
     def parts(self, row: int, seq_len: int) -> Parts:
         return union([part for rules in self.masks for part in parts_of(rules, row, seq_len)], seq_len)
@@ -217,6 +232,14 @@ class Tree(BranchingRule):
                 f"tree: the segments{where} have {total} tokens, but the sequence has {seq_len}; give the lengths of "
                 f"all segments of the whole sequence{fix}"
             )
+
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """Where a root begins, and the padding."""
+        edges = [(*row, -1) for row in self.parents], [accumulate(row, initial=0) for row in self.lengths]
+        return tuple(
+            tuple(start for parent, start in zip(*row, strict=True) if parent < 0) for row in zip(*edges, strict=True)
+        )
 
     def parts(self, row: int, seq_len: int) -> Parts:
         # An only child continues the interval of its parent, so a query sees an interval for each level of branches.
@@ -304,6 +327,18 @@ class QueryRanges(BranchingRule):
                     "whole sequence, in global positions"
                 )
 
+    @property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """The ends of the ranges of tokens that are connected: of one pair, or of pairs that overlap."""
+        cuts, end = [0], 0
+        for start, stop in sorted(
+            (min(q[0], k[0]), max(q[1], k[1])) for q, k in zip(self.q_ranges, self.k_ranges, strict=True)
+        ):
+            if start >= end:
+                cuts += [end, start]
+            end = max(end, stop)
+        return ((*cuts, end),)
+
     def parts(self, row: int, seq_len: int) -> Parts:
         found = []  # first query, one past the last; lo and hi of the first query, and their steps
         for (q0, q1), (k0, k1), kind in zip(self.q_ranges, self.k_ranges, self.types, strict=True):
@@ -349,6 +384,16 @@ def range_pairs(name: str, ranges: Any) -> tuple[tuple[int, int], ...]:
 def parts_of(rules: Sequence[Rule], row: int, seq_len: int) -> Parts:
     """The intervals of batch row ``row`` under all of the rules."""
     return intersection([rule.parts(row % rule.batch, seq_len) for rule in rules] or [(EVERYTHING,)], seq_len)
+
+
+def merged_positions(by_rule: Sequence[tuple[tuple[int, ...], ...]], batch: int) -> tuple[tuple[int, ...], ...]:
+    """For each of ``batch`` rows, or once for all of them, 0 and the positions of all rules, increasing."""
+    merged: list[set[int]] = [{0} for _ in range(batch)]
+    for rows in by_rule:
+        for i, row in enumerate(merged):
+            row.update(rows[i % len(rows)])
+    found = tuple(tuple(sorted(row)) for row in merged)
+    return found[:1] if len(set(found)) == 1 else found
 
 
 def described(rules: Sequence[Rule]) -> str:

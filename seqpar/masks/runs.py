@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -199,11 +199,20 @@ def union(parts: Sequence[Runs], seq_len: int) -> Parts:
             inside = (steps[i] != steps[i + 1 :]) & (distance >= 0) & (meet < length)
             cuts.append((starts + meet)[inside])
     starts, *lines = _columns(parts, np.unique(np.concatenate(cuts)))
-    lines[0] = np.where(lines[0] < lines[2], lines[0], UNBOUNDED)  # without keys: the last ones
+    return _in_order(starts, *_disjoint(lines), seq_len)
+
+
+def _disjoint(lines: Sequence[Array]) -> tuple[list[Array], Array]:
+    """The intervals of each run in increasing order, and how many there are, ``[runs]``.
+
+    ``lines``: ``lo, lo_step, hi, hi_step`` of intervals that may overlap, ``[intervals, runs]``. Their order does not
+    change inside a run.
+    """
+    lines = [np.where(lines[0] < lines[2], lines[0], UNBOUNDED), *lines[1:]]  # without keys: the last ones
     order = np.argsort(lines[0], axis=0, kind="stable")
     merged = [np.take_along_axis(x, order, 0) for x in lines]
     lo, _, hi, _ = merged
-    count, columns = (lo[0] < hi[0]).astype(np.int64), np.arange(len(starts))
+    count, columns = (lo[0] < hi[0]).astype(np.int64), np.arange(lo.shape[1])
     for i in range(1, len(lo)):  # intervals that overlap or touch become one
         interval = [x[i].copy() for x in merged]
         last = np.maximum(count - 1, 0)
@@ -214,7 +223,47 @@ def union(parts: Sequence[Runs], seq_len: int) -> Parts:
         for x, new in zip(merged, interval, strict=True):
             x[count[seen & apart], columns[seen & apart]] = new[seen & apart]
         count += seen & apart
-    return _in_order(starts, merged, count, seq_len)
+    return merged, count
+
+
+def parts_by_document(parts: Sequence[Runs], cuts: Sequence[int], seq_len: int) -> tuple[Array, Array, Array]:
+    """The parts of each document by itself: they depend on nothing but which pairs of its tokens are visible.
+
+    Args:
+        parts: of the mask of all documents.
+        cuts: where documents begin, increasing, the first one 0.
+        seq_len: where the last one ends.
+
+    Returns:
+        The tokens of each document, ``[documents]``; the number of its parts, likewise; and ``lo`` and ``hi`` of each
+        query, counted from the beginning of its document, ``[2, most parts, seq_len]``. They are 0 in the parts that
+        the document does not have.
+    """
+    edges = np.array([*(x for x in cuts if x < seq_len), seq_len])
+    length = np.diff(edges)
+    _, lo, _, hi, _ = _columns(parts, np.arange(seq_len))
+    ends = np.clip(np.stack([lo, hi]) - np.repeat(edges[:-1], length), 0, np.repeat(length, length))
+    if len(parts) == 1 or not seq_len:
+        return length, np.ones_like(length), ends
+    merged, count = _disjoint([ends[0], 0 * lo, ends[1], 0 * hi])
+    ends = np.where(np.arange(len(parts))[:, None] < count, np.stack(merged[::2]), 0)
+    # A run ends where a document ends, or where the number of intervals or the slope of an end changes.
+    rise = np.diff(ends, append=0)  # to the next query
+    jumps = ((rise < 0) | (rise > 1)).any((0, 1)) | (np.diff(count, append=0) != 0)
+    jumps[edges[1:] - 1] = True
+    bends = (rise[..., 1:] != rise[..., :-1]).any((0, 1)) & ~jumps[1:]
+    starts = np.flatnonzero(np.append(True, jumps[:-1] | bends))
+    (lo, hi), (lo_step, hi_step) = ends[..., starts], np.where(jumps, 0, rise)[..., starts]
+    found: list[Parts] = []
+    for first, stop in pairwise(edges):
+        runs = slice(*np.searchsorted(starts, (first, stop)))
+        lines = [x[:, runs] for x in (lo, lo_step, hi, hi_step)]
+        found.append(_in_order(starts[runs] - first, lines, count[starts[runs]], stop - first))
+    ends = np.zeros((2, max(map(len, found)), seq_len), dtype=np.int64)
+    for of_document, first, stop in zip(found, edges, edges[1:], strict=False):
+        for i, part in enumerate(of_document):
+            ends[:, i, first:stop] = part._cut_at(np.arange(stop - first))[::2]
+    return length, np.array([*map(len, found)]), ends
 
 
 def _in_order(starts: Array, lines: Sequence[Array], count: Array, seq_len: int) -> Parts:

@@ -11,72 +11,120 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..masks.runs import Runs
+from ..masks.runs import Runs, parts_by_document
 from ..placement.layout import CPU
+from .rows import KeyIntervals
 
 TILE = 128  # rows; a multiple of the tiles of every Triton kernel
 
 
+class TileGroup(NamedTuple):
+    """Rows of documents with equally many parts, and what they see: nothing outside of the group.
+
+    Attributes:
+        queries, keys: their rows, among the queries and among the keys.
+        parts: for each part of the mask, the keys of the group that each query of the group sees.
+    """
+
+    queries: slice
+    keys: slice
+    parts: tuple[KeyIntervals, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def to(self, device: torch.device) -> TileGroup:
+        """A copy on ``device``."""
+        return self._replace(parts=tuple(part.to(device) for part in self.parts))
+
+
 @dataclass(frozen=True, eq=False)
 class DocumentTiles:
-    """The rows of all tiles, batch row by batch row and document by document.
+    """The rows of all tiles: first the documents with one part, then the documents with two, and so on.
 
     Attributes:
         rows: the row of each token, int64 ``[b, s]``.
-        lo, hi: the first and one past the last row that each row sees, int64 ``[m]``. Neither decreases.
+        lo, hi: the first and one past the last row that each row sees in each part, int64 ``[parts, m]``. Neither
+            decreases along the rows of the documents that have the part.
+        groups: for each number of parts that documents have, that number and one past their last row, increasing.
     """
 
     rows: Tensor
     lo: Tensor
     hi: Tensor
+    groups: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, runs: Sequence[Runs], starts: Sequence[Sequence[int]], seq_len: int, batch: int) -> DocumentTiles:
-        """The tiles of ``batch`` rows of ``seq_len`` tokens.
+    def of(
+        cls, parts: Sequence[Sequence[Runs]], cuts: Sequence[Sequence[int]], seq_len: int, batch: int
+    ) -> DocumentTiles:
+        """The tiles of ``batch`` rows of ``seq_len`` tokens, under the mask of some heads.
 
         Args:
-            runs: which keys each query sees, for each batch row or for all of them.
-            starts: where documents begin, likewise. No query sees keys of two documents.
+            parts: for each part of the mask and each batch row, or once for all of them, its intervals.
+            cuts: where documents begin, likewise for each batch row. No query sees keys of two documents.
             seq_len, batch: the sizes.
         """
-        positions, total = torch.arange(seq_len, device=CPU), 0
-        columns: list[list[Tensor]] = [[], [], []]
-        for row in range(batch):
-            begin = torch.tensor([x for x in starts[row % len(starts)] if x < seq_len], dtype=torch.int64, device=CPU)
-            length = torch.cat([begin[1:], begin.new_full((1,), seq_len)])[: len(begin)] - begin
-            padded = (length + TILE - 1) // TILE * TILE
-            end = total + padded.cumsum(0)  # of each document's rows
-            total += int(padded.sum())
-            document = torch.searchsorted(begin, positions, right=True) - 1
-            place = (end - padded - begin)[document] + positions
-            edge = torch.cat([place, place.new_full((1,), total)])
-            lo, hi = (x.clamp(max=seq_len) for x in runs[row % len(runs)].at(positions))
-            first = end.repeat_interleave(padded)  # a row without a token sees nothing
-            at, last = place - (total - len(first)), first.clone()
-            first[at] = edge[lo]
-            last[at] = torch.where(lo < hi, edge[hi - 1] + 1, edge[lo])
-            for column, x in zip(columns, (place, first, last), strict=True):
-                column.append(x)
-        place, lo, hi = (torch.cat([positions[:0], *column]) for column in columns)
-        return cls(place.view(batch, seq_len), lo, hi)
+        of_rows = zip(*parts, strict=True)
+        by_row = [parts_by_document(runs, cuts[row % len(cuts)], seq_len) for row, runs in enumerate(of_rows)]
+        most = max(ends.shape[1] for _, _, ends in by_row)
+        of_batch = [by_row[row % len(by_row)] for row in range(batch)]
+        empty = np.zeros((2, most, 0), dtype=np.int64)
+        padded_ends = [np.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for _, _, x in of_batch]
+        lo, hi = torch.from_numpy(np.concatenate([empty, *padded_ends], 2))  # of the tokens of all batch rows
+        length, count = (
+            torch.from_numpy(np.concatenate([empty[0, 0], *x])) for x in ([row[i] for row in of_batch] for i in (0, 1))
+        )
+        padded, order = (length + TILE - 1) // TILE * TILE, count.argsort(stable=True)
+        end = torch.empty_like(length)
+        end[order] = padded[order].cumsum(0)
+        first, begin = (x.repeat_interleave(length) for x in (end - padded, length.cumsum(0) - length))
+        place = first + torch.arange(len(first), device=CPU) - begin
+        numbers, documents = count[order].unique_consecutive(return_counts=True)
+        groups = zip(numbers.tolist(), end[order][documents.cumsum(0) - 1].tolist(), strict=True)
+        # A row without a token sees nothing.
+        ends = [end[order].repeat_interleave(padded[order]).repeat(most, 1) for _ in range(2)]
+        for end_of_rows, x in zip(ends, (lo, hi), strict=True):
+            end_of_rows[:, place] = first + x
+        return cls(place.view(batch, seq_len), ends[0], ends[1], tuple(groups) or ((1, 0),))
 
     def seen_by(self, tiles: Tensor, rows: Tensor) -> Tensor:
-        """Which of ``rows`` some row of ``tiles`` sees, bool ``[len(rows)]``. Both are increasing."""
-        change = torch.zeros(len(rows) + 1, dtype=torch.int64, device=CPU)
-        queries = rows_of(tiles)
-        for ends, step in ((self.lo[queries], 1), (self.hi[queries], -1)):
-            change.index_add_(0, torch.searchsorted(rows, ends), torch.full_like(ends, step))
-        return change.cumsum(0)[:-1] > 0
+        """Which of ``rows`` some row of ``tiles`` sees, bool ``[len(rows)]``."""
+        change, queries = torch.zeros(self.lo.shape[1] + 1, dtype=torch.int64, device=CPU), rows_of(tiles)
+        for ends, step in ((self.lo[:, queries].flatten(), 1), (self.hi[:, queries].flatten(), -1)):
+            change.index_add_(0, ends, torch.full_like(ends, step))
+        return change.cumsum(0)[rows] > 0
 
     def seeing(self, tiles: Tensor, rows: Tensor) -> Tensor:
-        """Which of ``rows`` see some row of ``tiles``, bool ``[len(rows)]``. Both are increasing."""
-        lo, hi = self.lo[rows], self.hi[rows]
+        """Which of ``rows`` see some row of ``tiles``, increasing; bool ``[len(rows)]``."""
+        lo, hi = self.lo[:, rows], self.hi[:, rows]
         first, end = (torch.searchsorted(tiles, tile) for tile in (lo // TILE, (hi + TILE - 1) // TILE))
-        return (lo < hi) & (first < end)
+        seeing: Tensor = ((lo < hi) & (first < end)).any(0)
+        return seeing
+
+    def intervals(self, query_tiles: Tensor, key_tiles: Tensor) -> tuple[TileGroup, ...]:
+        """Which rows of ``key_tiles`` each row of ``query_tiles`` sees. Both are increasing."""
+        found, q_start, k_start = [], 0, 0
+        queries, keys = rows_of(query_tiles), rows_of(key_tiles)
+        for parts, last in self.groups:
+            q_stop, k_stop = (int((rows < last).sum()) for rows in (queries, keys))
+            at, among = queries[q_start:q_stop], keys[k_start:k_stop].int()
+            ends = (
+                (rows_among(x[i][at], key_tiles) - k_start).int()[None]
+                for i in range(parts)
+                for x in (self.lo, self.hi)
+            )
+            of_parts = tuple(KeyIntervals(lo, hi, at.int(), among) for lo, hi in zip(ends, ends, strict=True))
+            found.append(TileGroup(slice(q_start, q_stop), slice(k_start, k_stop), of_parts))
+            q_start, k_start = q_stop, k_stop
+        return tuple(found)
 
 
 def tiles_of(rows: Tensor) -> Tensor:

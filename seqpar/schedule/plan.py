@@ -76,7 +76,8 @@ class AttentionPlan:
         gather: receive from all ranks in one step (all-gather) instead of one rank a step (ring).
         per_host: how many consecutive ranks of the ring share a host. By default all.
         num_steps: the number of steps, which ``len`` returns too.
-        runs: the mask's intervals, of all parts and batch rows, one part after another.
+        parts: for each part of the mask and each batch row, its intervals.
+        runs: all of them, one part after another.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class AttentionPlan:
         self.gather = gather
         self.per_host = tokens.ring if per_host is None else per_host
         self.num_steps = 1 if tokens.replicated else min(2, tokens.ring) if gather else tokens.ring
-        self._parts, self.runs = mask.parts(tokens.seq_len), mask.runs(tokens.seq_len)
+        self.parts, self.runs = mask.parts(tokens.seq_len), mask.runs(tokens.seq_len)
         self._steps: dict[int, Step] = {}
         self._inter_host_hops: dict[int, Hop] = {}
         self._ranges: dict[int, tuple[tuple[int, int], ...]] = {}
@@ -147,7 +148,7 @@ class AttentionPlan:
     @cached_property
     def checksum(self) -> int:
         """A checksum of the mask and of what each rank holds. The same on every rank that has the same plan."""
-        value = zlib.crc32(f"{self.tokens} {self.gather} {self.per_host} {len(self._parts)}".encode())
+        value = zlib.crc32(f"{self.tokens} {self.gather} {self.per_host} {len(self.parts)}".encode())
         for runs in self.runs:
             for column in (runs.start, runs.lo, runs.hi):
                 value = zlib.crc32(column.tobytes(), value)
@@ -217,16 +218,16 @@ class AttentionPlan:
         if not len(shard) or not len(self.tokens.ring_positions(query_rank)):
             return ()
         keys = ShardRows(shard, RowSpans(((0, len(shard)),)))
-        return tuple(self._intervals(i, query_rank, keys, device, positions) for i in range(len(self._parts)))
+        return tuple(self._intervals(i, query_rank, keys, device, positions) for i in range(len(self.parts)))
 
     def _parts_of(self, keys: ShardRows | GatheredRows) -> list[int]:
         """The parts of the mask in which some query of this rank sees some of the keys of a step."""
-        found = [*range(len(self._parts))]
+        found = [*range(len(self.parts))]
         if len(found) == 1:
             return found
         shards = [keys] if isinstance(keys, ShardRows) else keys.shards
         queries, seq_len = self.tokens.ring_positions(self.rank), self.tokens.seq_len
-        seen = [visible_ranges(part, queries, seq_len, self._exact) for part in self._parts]
+        seen = [visible_ranges(part, queries, seq_len, self._exact) for part in self.parts]
         return [i for i in found if any(len(rows_in(seen[i], shard.shard_positions)) for shard in shards)]
 
     def _intervals(
@@ -245,7 +246,7 @@ class AttentionPlan:
 
         def make() -> tuple[Tensor, Tensor]:
             queries = self.tokens.ring_positions(query_rank).tensor(device)
-            rows = [runs.at(queries) for runs in self._parts[part]]
+            rows = [runs.at(queries) for runs in self.parts[part]]
             seq_len = self.tokens.seq_len
             dtype = torch.int32 if seq_len < _INT32 else torch.int64
             lo, hi = (torch.stack(ends).clamp_(max=seq_len).to(dtype) for ends in zip(*rows, strict=True))

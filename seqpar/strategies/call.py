@@ -58,8 +58,8 @@ class AttentionCall:
         spec: its constants.
         heads: the heads of q, k and v. Under tensor parallelism these are some of the model's heads.
         score: how scores are computed, for all of ``heads``.
-        documents: with ``deterministic="invariant"``, the positions at which documents begin, for each batch row or for
-            all of them.
+        cuts: with ``deterministic="invariant"``, the positions that divide the sequence into documents: for each group
+            of heads with a mask of its own, ``Mask.cuts``.
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
             None: messages are sent from the stream of the kernels.
@@ -73,7 +73,7 @@ class AttentionCall:
     spec: AttentionSpec
     heads: Heads
     score: Score
-    documents: tuple[tuple[int, ...], ...] | None = None
+    cuts: tuple[tuple[tuple[int, ...], ...], ...] = ()
     latent: LatentKeys | None = None
     kv_ready: ReadyEvents | None = field(default_factory=ReadyEvents, repr=False)
     errors: list[Exception] = field(default_factory=list, repr=False)

@@ -92,7 +92,7 @@ def prepared(
         check_rows(mask, "q", q)
         mask.check_heads(*spec.model_heads(q.shape, k.shape))
         if spec.deterministic == "invariant":
-            check_invariant(spec, mask, alibi_slopes, latent_weight)
+            check_invariant(spec, alibi_slopes, latent_weight)
         mask.check_length(tokens.seq_len)
         if q.shape[1] != placement.length:
             check_length(q.shape[1], tokens.seq_len, tokens.ranks, placement.rank, tokens.layout, q.shape[2])
@@ -152,8 +152,8 @@ def call_of(
         head_offset=heads.queries.start,
     )
     plan = attention_plan(mask, *placement.plan_arguments, spec.model_heads(q_shape, k_shape)[0])
-    documents = mask.starts if spec.deterministic == "invariant" else None
-    return AttentionCall(placement, plan, spec, heads, score, documents)
+    cuts = tuple(x.cuts for x in mask.head_groups or (mask,)) if spec.deterministic == "invariant" else ()
+    return AttentionCall(placement, plan, spec, heads, score, cuts)
 
 
 def new_call(

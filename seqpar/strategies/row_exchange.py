@@ -55,12 +55,17 @@ def fetch_rows(rows: Tensor, plan: RowPlan, link: Link | None, no_row: Tensor | 
 
     ``no_row [1, w]`` is the result where a rank needs no row; None is zeros.
     """
+    return start_fetch(rows, plan, link, no_row)()
+
+
+def start_fetch(rows: Tensor, plan: RowPlan, link: Link | None, no_row: Tensor | None = None) -> Callable[[], Tensor]:
+    """Start ``fetch_rows``; the function that is returned waits for the result."""
     width = rows.shape[1]
     message = new_message(sum(plan.sends) * width, rows, link)
     torch.index_select(rows, 0, plan.sent, out=message.view(len(plan.sent), width))
-    received = _exchange(message, plan.sends, plan.receives, width, link)
-    no_row = rows.new_zeros(1, width) if no_row is None else no_row
-    return torch.cat([rows, *received, no_row]).index_select(0, plan.index)
+    wait = _start_exchange(message, plan.sends, plan.receives, width, link)
+    last = rows.new_zeros(1, width) if no_row is None else no_row
+    return lambda: torch.cat([rows, *wait(), last]).index_select(0, plan.index)
 
 
 class FetchRows(torch.autograd.Function):
@@ -81,18 +86,22 @@ class FetchRows(torch.autograd.Function):
         with call(link and link.ranks, "gradients of rows", width, gradients.element_size()):
             message = new_message(sum(plan.receives) * width, gradients, link)
             message.copy_(gradients[ctx.count : total].flatten())
-            returned = _exchange(message, plan.receives, plan.sends, width, link)
+            returned = _start_exchange(message, plan.receives, plan.sends, width, link)()
         own = gradients[: ctx.count]
         own.index_add_(0, plan.sent, torch.cat([own[:0], *returned]))
         return own.to(grad.dtype), None, None, None
 
 
-def _exchange(
+def _start_exchange(
     message: Tensor, sends: Sequence[int], receives: Sequence[int], width: int, link: Link | None
-) -> list[Tensor]:
+) -> Callable[[], list[Tensor]]:
     received, pending = start_all_to_all(message, [n * width for n in sends], [n * width for n in receives], link)
-    pending.wait()
-    return [part.view(n, width) for part, n in zip(received, receives, strict=True)]
+
+    def wait() -> list[Tensor]:
+        pending.wait()
+        return [part.view(n, width) for part, n in zip(received, receives, strict=True)]
+
+    return wait
 
 
 class JoinBackward(torch.autograd.Function):

@@ -19,17 +19,17 @@ import seqpar
 from seqpar import Mask
 from seqpar.kernels import document_tiles as kernels
 from seqpar.schedule import document_tiles as schedule
+from seqpar.strategies import invariant, row_exchange
 
 from ..pool import Pool, on_ranks
-from ..problems import BATCH_RULES, HEADS, RULES, Problem, solve
+from ..problems import BATCH_RULES, HEAD_RULES, RULES, Problem, heads_for, solve
 from ..reference import assert_close, fitted, rows_of
 from ..strategy_cases import LAYOUTS, STRATEGIES, layout_of
 from .test_attention import attention
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 OPTIONS: dict[str, Any] = {"deterministic": "invariant", "return_lse": True}
-# Masks with one interval of keys for each query.
-MASKS = [rules for rules in (*RULES, *BATCH_RULES) if not Problem(50, rules=rules).arguments()["mask"].branches]
+MASKS = (*RULES, *BATCH_RULES, *HEAD_RULES)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def test_any_number_of_ranks() -> None:
     ]
     dtypes = torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float16
     for i, problem in enumerate(problems):
-        heads, kv_heads = HEADS[i % len(HEADS)]
+        heads, kv_heads = heads_for(problem.rules, i)
         problems[i] = replace(problem, heads=heads, kv_heads=kv_heads, dtype=dtypes[i % len(dtypes)])
     with tiles_of(16):
         for i, problem in enumerate(problems):
@@ -144,14 +144,99 @@ def test_whatever_is_packed_beside_a_document() -> None:
         assert torch.equal(attend(packed, mask, ranks=3, layout="zigzag", strategy="ulysses"), expected)
 
 
+def test_branches_beside_others() -> None:
+    """A tree, connected ranges and a document have the bits that they have alone, with any trees beside them."""
+    torch.manual_seed(0)
+    parents, lengths = [[-1, 0, 0, 2, 2], [-1], [-1, 0, 1, 1, 0]], [[40, 30, 21, 9, 20], [70], [9, 60, 33, 5, 14]]
+    of_ranges = (
+        [(0, 90, 30, 70, "full"), (50, 120, 0, 60, "causal")],
+        [(0, 70, 0, 70, "causal")],
+        [(0, 50, 0, 50, "bi_causal"), (40, 121, 0, 81, "full")],
+    )
+
+    def trees(order: Sequence[int]) -> Mask:
+        first = [sum(len(parents[i]) for i in order[:at]) for at in range(len(order))]
+        moved = [x if x < 0 else x + at for i, at in zip(order, first, strict=True) for x in parents[i]]
+        return Mask.tree(moved, [n for i in order for n in lengths[i]])
+
+    def ranges(order: Sequence[int]) -> Mask:
+        at = [sum(sum(lengths[i]) for i in order[:n]) for n in range(len(order))]
+        moved = [
+            ((a + x, b + x), (c + x, d + x), kind)
+            for i, x in zip(order, at, strict=True)
+            for a, b, c, d, kind in of_ranges[i]
+        ]
+        return Mask.ranges(*zip(*moved, strict=True))
+
+    def of_heads(order: Sequence[int]) -> Mask:
+        return Mask.by_heads([trees(order), trees(order) & Mask.sliding_window(25)])
+
+    assert trees((0, 1, 2)).cuts == ((0, 120, 190, 311),) and ranges((0, 1)).cuts == ((0, 120, 190),)
+    assert (trees((0, 1, 2)) | Mask.global_tokens(2)).cuts == ((0,),)
+    inputs = [torch.randn(4, 1, sum(of_one), 4, 16) for of_one in lengths]
+    for mask, dtype in product((trees, ranges, of_heads), (torch.float32, torch.bfloat16)):
+
+        def attend(x: Tensor, seen: Mask, **where: Any) -> Tensor:
+            q, k, v = (y.clone().requires_grad_() for y in (x[0], x[1, :, :, :2], x[2, :, :, :2]))
+            out = seqpar.replay(q, k, v, mask=seen, deterministic="invariant", **where)
+            return torch.cat([out.detach(), *torch.autograd.grad(out, (q, k, v), x[3])], 2)
+
+        with tiles_of(16):
+            alone = [attend(x.to(dtype), mask((i,)), ranks=1) for i, x in enumerate(inputs)]
+            if mask is trees:  # a document under a mask without branches is a tree of one segment
+                assert torch.equal(alone[1], attend(inputs[1].to(dtype), Mask.causal(), ranks=1))
+            for order, ranks, layout in (
+                ((0, 1, 2), 1, "zigzag"),
+                ((2, 0, 1), 3, "striped"),
+                ((1, 2), 8, "contiguous"),
+            ):
+                packed = torch.cat([inputs[i] for i in order], 2).to(dtype)
+                expected = torch.cat([alone[i] for i in order], 1)
+                assert torch.equal(attend(packed, mask(order), ranks=ranks, layout=layout), expected), (mask, order)
+
+
+def test_messages_are_sent_while_kernels_run() -> None:
+    """Only the K/V of the first half of the heads arrive before a kernel runs; the others are sent ahead of it."""
+    events: list[str] = []
+    start, forward = row_exchange.start_fetch, kernels._TorchTiles.forward
+    query_gradients, key_gradients = kernels._TorchTiles.query_gradients, kernels._TorchTiles.key_gradients
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return function(*args)
+
+        return call
+
+    def started(*args: Any) -> Any:
+        events.append("start")
+        return noted("arrived", start(*args))
+
+    leaves = [torch.randn(1, 40, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    with (
+        mock.patch.object(invariant, "start_fetch", started),
+        mock.patch.object(kernels._TorchTiles, "forward", noted("out", forward)),
+        mock.patch.object(kernels._TorchTiles, "query_gradients", noted("dq", query_gradients)),
+        mock.patch.object(kernels._TorchTiles, "key_gradients", noted("dk", key_gradients)),
+    ):
+        out = seqpar.replay(*leaves, ranks=1, deterministic="invariant")
+        assert events == ["start", "start", "arrived", "out", "arrived", "out"]
+        events.clear()
+        out.sum().backward()
+    queries = ["start"] * 2  # q with dout, and lse with delta
+    first = ["start", *queries, "arrived", "dq", "start", "arrived", "arrived", "dk"]
+    assert events == [*first, *queries, "arrived", "dq", "arrived", "arrived", "dk"]
+
+
 @on_ranks
 def attend_on_ranks(group: ProcessGroup) -> list[tuple[str, list[str]]]:
     """For each case, the tensors of this rank that differ in a bit from one device's."""
     found = []
-    mask = Mask.documents([[0, 40, 301], [0, 200, 290]], padding=True)
+    tree = Mask.tree([-1, 0, 0, -1, 3], [90, 60, 51, 80, 20])
+    masks = Mask.documents([[0, 40, 301], [0, 200, 290]], padding=True), tree, Mask.by_heads([tree, Mask.causal()])
     problem = Problem(301, 2, 4, 2, 16)
-    for (name, options), layout, dtype in zip(
-        STRATEGIES.items(), LAYOUTS * 2, (torch.float32, torch.bfloat16) * 4, strict=False
+    for (name, options), layout, dtype, mask in zip(
+        STRATEGIES.items(), LAYOUTS * 2, (torch.float32, torch.bfloat16) * 4, masks * 3, strict=False
     ):
         tensors = replace(problem, dtype=dtype).tensors()
         leaves = [tensors[x].requires_grad_() for x in "qkv"]
@@ -303,8 +388,6 @@ def test_what_is_refused() -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("dropped", {"dropout_p": 0.1, "dropout_seed": 1}),
         ("batch row", {"alibi_slopes": torch.ones(1, 4)}),
-        ("each group of heads", {"mask": Mask.by_heads([Mask.causal(), Mask.full()])}),
-        ("several intervals", {"mask": Mask.tree([-1, 0, 0], [8, 6, 6])}),
     ]
     for message, options in cases:
         for attend, where in ((seqpar.attention, {"strategy": "local"}), (seqpar.replay, {"ranks": 2})):

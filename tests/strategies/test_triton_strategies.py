@@ -91,12 +91,17 @@ def test_two_ranks(
 @pytest.mark.thorough(dtype=[torch.float16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_invariant(dtype: torch.dtype) -> None:
-    """``deterministic="invariant"``: the bits of one rank on two and three, and the values of float64."""
+    """``deterministic="invariant"``: the bits of one rank on two and three, a document's bits alone, and the values of
+    float64; of documents, and of a document beside a tree, whose queries see two intervals of keys."""
     torch.manual_seed(7)
     q, dout = torch.randn(2, 1, 150, 4, 12, dtype=dtype).unbind()
     k, v = torch.randn(2, 1, 150, 2, 12, dtype=dtype).unbind()
     make_faster()
-    mask = Mask.documents([0, 20, 150]) & Mask.sliding_window(90)
+    trees = ([-1], [20]), ([-1, 0, 0], [60, 40, 30]), ([-1, -1, 1, 1], [20, 60, 40, 30])
+    first, second, mask = (Mask.tree(*tree) & Mask.sliding_window(90) for tree in trees)
+    if dtype == torch.float16:
+        first = second = Mask.sliding_window(90)
+        mask = first & Mask.documents([0, 20, 150])
     of_call: dict[str, Any] = {"mask": mask, "softcap": 3.0, "sinks": torch.rand(4)}
     expected = _gradients(*(x.double() for x in (q, k, v, dout)), strategy="local", **of_call)
     of_call |= {"deterministic": "invariant", "backend": "triton"}
@@ -105,6 +110,10 @@ def test_invariant(dtype: torch.dtype) -> None:
     assert set(used.backends) == {"triton"}
     for name, x, y in zip(("out", "dq", "dk", "dv"), alone, expected, strict=True):
         assert_close(x, y, dtype, name)
+    for document, seen in ((slice(20), first), (slice(20, 150), second)):
+        of_document = [x[:, document] for x in (q, k, v, dout)]
+        found = _gradients(*of_document, strategy="local", **{**of_call, "mask": seen})
+        assert [torch.equal(x, y[:, document]) for x, y in zip(found, alone, strict=True)] == [True] * 4
     for ranks, layout, strategy in ((2, "zigzag", "ring"), (3, "striped", "ulysses")):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = seqpar.replay(*leaves, ranks=ranks, layout=layout, strategy=strategy, **of_call)
