@@ -390,9 +390,13 @@ def from_blocks(q: Tensor, k: Tensor, mask_mod: Any, aux: list[Tensor], sparse: 
     return seen[:, :q_len, :k_len]
 
 
-def interval_mask(batch: int, head: int, query: Tensor, key: Tensor, seqlen_info: Any, aux: list[Tensor]) -> Tensor:
+def interval_mask(
+    parts: int, batch: int, head: int, query: Tensor, key: Tensor, seqlen_info: Any, aux: list[Tensor]
+) -> Tensor:
     """The same function as ``block_lists._interval_mask``, in PyTorch instead of FlashAttention-4's language."""
-    return (key >= aux[0][batch, query]) & (key < aux[1][batch, query])
+    assert len(aux) == 2 * parts
+    inside = [(key >= lo[batch, query]) & (key < hi[batch, query]) for lo, hi in zip(aux[::2], aux[1::2], strict=True)]
+    return torch.stack(inside).any(0)
 
 
 @dataclass
@@ -576,7 +580,7 @@ def stand_ins(
             (cudnn.CudnnBackend, "_lse_dims", 4),
             (library.LibraryBackend, "device_type", "cpu"),
             (library, "_capability", lambda device: capability),
-            (block_lists, "_interval_mask", lambda: interval_mask),
+            (block_lists, "_interval_mask", lambda parts: functools.partial(interval_mask, parts)),
             (torch.cuda, "get_device_capability", lambda device=None: capability),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

@@ -118,7 +118,7 @@ class Abilities:
     windows: bool = True
     packs: bool = True  # packed sequences of different lengths
     gaps: bool = False  # packed sequences that have queries and no keys, or keys and no queries
-    intervals: bool = False  # key intervals, for steps that would need more than a few calls
+    intervals: bool = False  # key intervals: for unions, and for steps that would need more than a few calls
     fewest: int = 1  # queries of a call, and keys
 
 
@@ -126,7 +126,7 @@ def cut(
     intervals: KeyIntervals, batch: int, q_len: int, k_len: int, can: Abilities, most: int
 ) -> list[KernelCall] | None:
     """The calls of one step, or None if ``most`` calls are not enough. ``intervals`` are on the host."""
-    calls = _cut(intervals, batch, q_len, k_len, can, most)
+    calls = None if intervals.is_union else _cut(intervals, batch, q_len, k_len, can, most)
     if calls is None and can.intervals:
         return [KernelCall(0, q_len, 0, k_len, -1, -1, every_row=True, masked=True)]
     return calls

@@ -1,11 +1,14 @@
 """Key intervals for FlashAttention-4: a function that masks scores, and lists of the blocks to compute.
 
 A block of queries and keys is skipped if no query sees any of its keys, computed without a mask if every query sees
-every key, and computed with the mask otherwise.
+every key in the same part of a union, and computed with the mask otherwise.
+
+Shapes: b batch rows, q_len queries, n blocks of queries, or of keys.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base.cache import cached_tensors
+from ..masks.runs import MOST_PARTS
 from ..schedule.rows import KeyIntervals
 
 _K_BLOCK = 128  # of FlashAttention-4's kernels for a head_dim up to 128
@@ -36,7 +40,7 @@ class BlockLists(NamedTuple):
 
 
 class _Ranges(NamedTuple):
-    """Of each block of queries the blocks of keys, or of each block of keys the blocks of queries: ``[b, blocks]``.
+    """Of each block of queries the blocks of keys, or of each block of keys the blocks of queries: ``[parts, b, n]``.
 
     Because intervals do not decrease, the blocks to compute are consecutive, and so are the full ones among them.
     """
@@ -46,20 +50,31 @@ class _Ranges(NamedTuple):
     end_full: Tensor
     end: Tensor
 
-    @property
-    def counts(self) -> tuple[Tensor, Tensor]:
-        full = self.end_full - self.first_full
-        return self.end - self.first - full, full
+
+class _Segments(NamedTuple):
+    """The blocks of all parts in segments that follow one another: ``[b, n, segments]``.
+
+    The blocks of a segment are all masked, all full, or none is computed.
+    """
+
+    first: Tensor
+    masked: Tensor  # how many blocks
+    full: Tensor
+
+
+def _by_part(*ends: Tensor) -> Iterator[Tensor]:
+    return (x.view(-1, *x.shape[-2:]) for x in ends)  # [parts, b, q_len]
 
 
 def _ranges(lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, by_keys: bool) -> _Ranges:
-    last = -lo.shape[1] % q_block
+    last = -lo.shape[-1] % q_block
     # The rows that fill up the last block repeat its last query.
-    lo, hi = (torch.cat([x, x[:, -1:].expand(-1, last)], 1) for x in (lo, hi))
-    lo, hi = (x.view(len(x), -1, q_block) for x in (lo, hi))  # [b, q blocks, q_block]
+    lo, hi = (torch.cat([x, x[..., -1:].expand(-1, -1, last)], -1) for x in _by_part(lo, hi))
+    lo, hi = (x.unflatten(-1, (-1, q_block)) for x in (lo, hi))  # [parts, b, q blocks, q_block]
     lowest, lo, hi, highest = (x.contiguous() for x in (lo[..., 0], lo[..., -1], hi[..., 0], hi[..., -1]))
     if by_keys:
-        starts = torch.arange(0, k_len, k_block, device=lo.device, dtype=lo.dtype).expand(len(lo), -1).contiguous()
+        starts = torch.arange(0, k_len, k_block, device=lo.device, dtype=lo.dtype)
+        starts = starts.expand(*lo.shape[:-1], -1).contiguous()
         stops = (starts + k_block).clamp(max=k_len)
         first = torch.searchsorted(highest, starts, right=True)
         end = torch.searchsorted(lowest, stops)
@@ -74,27 +89,35 @@ def _ranges(lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, by_k
     )
 
 
+def _segments(of: _Ranges) -> _Segments:
+    edges = torch.cat(of).sort(0).values  # [4 parts, b, n]; nothing changes between two neighbours
+    first, length = edges[:-1], edges.diff(dim=0)
+    seen = ((of.first <= first[:, None]) & (first[:, None] < of.end)).any(1)
+    full = ((of.first_full <= first[:, None]) & (first[:, None] < of.end_full)).any(1)
+    counts = (torch.where(x, length, 0) for x in (seen & ~full, full))
+    return _Segments(*(x.movedim(0, -1).contiguous() for x in (first, *counts)))
+
+
 def block_lists(
     lo: Tensor, hi: Tensor, k_len: int, q_block: int, k_block: int, longest: tuple[int, int], by_keys: bool = False
 ) -> BlockLists:
     """The blocks of key intervals, computed on their device without reading them.
 
     Args:
-        lo, hi: int32 ``[b, q_len]``, not decreasing along the queries.
+        lo, hi: int32 ``[b, q_len]``, not decreasing along the queries, or ``[parts, b, q_len]``.
         k_len: the number of keys.
         q_block, k_block: queries and keys of a block.
         longest: the lengths of the longest list of masked blocks and of the longest list of full blocks.
         by_keys: for each block of keys the blocks of queries, instead of the other way round.
     """
-    of = _ranges(lo, hi, k_len, q_block, k_block, by_keys)
+    first, *counts = _segments(_ranges(lo, hi, k_len, q_block, k_block, by_keys))
     lists = []
-    for count, width, is_full in zip(of.counts, longest, (False, True), strict=True):
-        start = (of.first_full if is_full else of.first)[..., None]
-        indices = start + torch.arange(width, device=lo.device)
-        if not is_full:  # the masked blocks lie before and behind the full ones
-            indices += torch.where(indices < of.first_full[..., None], 0, (of.end_full - of.first_full)[..., None])
-        lists += [count.int()[:, None].contiguous(), indices.int()[:, None].contiguous()]
-    return BlockLists(*lists)
+    for count, width in zip(counts, longest, strict=True):
+        end = count.cumsum(-1)  # of a segment's blocks in the list
+        at = torch.arange(width, device=lo.device).expand(*end.shape[:-1], -1).contiguous()
+        segment = torch.searchsorted(end, at, right=True).clamp_(max=end.shape[-1] - 1)
+        lists += [end[..., -1], (first + count - end).gather(-1, segment) + at]
+    return BlockLists(*(x.int()[:, None].contiguous() for x in lists))
 
 
 def longest_lists(intervals: KeyIntervals, q: Tensor, k: Tensor, backward: bool) -> tuple[int, int]:
@@ -103,8 +126,8 @@ def longest_lists(intervals: KeyIntervals, q: Tensor, k: Tensor, backward: bool)
     if key not in intervals.tiles:
         host = intervals.on_host()
         assert host is not None  # or there would be no call with intervals
-        counts = _ranges(host.lo, host.hi, k.shape[1], _q_block(q), _K_BLOCK, backward).counts
-        intervals.tiles[key] = tuple(max(1, int(x.max())) for x in counts)
+        _, *counts = _segments(_ranges(host.lo, host.hi, k.shape[1], _q_block(q), _K_BLOCK, backward))
+        intervals.tiles[key] = tuple(max(1, int(x.sum(-1).max())) for x in counts)
     longest: tuple[int, int] = intervals.tiles[key]
     return longest
 
@@ -112,7 +135,7 @@ def longest_lists(intervals: KeyIntervals, q: Tensor, k: Tensor, backward: bool)
 def too_long(intervals: KeyIntervals, q: Tensor, k: Tensor) -> bool:
     """Whether the lists of blocks take more memory than the cache has."""
     blocks = {False: -(-q.shape[1] // _q_block(q)), True: -(-k.shape[1] // _K_BLOCK)}
-    rows = len(intervals.lo)
+    rows = intervals.lo.shape[-2]
     return any(
         4 * rows * n * sum(longest_lists(intervals, q, k, by_keys)) > _MOST_BYTES for by_keys, n in blocks.items()
     )
@@ -121,7 +144,7 @@ def too_long(intervals: KeyIntervals, q: Tensor, k: Tensor) -> bool:
 class _PaddedIntervals(NamedTuple):
     """What FlashAttention-4 takes for key intervals."""
 
-    padded: tuple[Tensor, Tensor]  # lo and hi, int32 [b, q of all blocks]
+    padded: tuple[Tensor, ...]  # of each part lo and hi, int32 [b, q of all blocks]
     lists: BlockLists
 
 
@@ -135,16 +158,15 @@ def interval_arguments(intervals: KeyIntervals | None, q: Tensor, k: Tensor, *, 
         longest = longest_lists(intervals, q, k, backward)
         lists = block_lists(intervals.lo, intervals.hi, k.shape[1], q_block, _K_BLOCK, longest, by_keys=backward)
         # The kernels read one row per batch row, and queries up to the end of the last block.
-        lo, hi = (
-            F.pad(x.expand(len(q), -1), (0, -q.shape[1] % q_block)).contiguous() for x in (intervals.lo, intervals.hi)
-        )
-        return _PaddedIntervals((lo, hi), lists)
+        ends = (x for part in zip(*_by_part(intervals.lo, intervals.hi), strict=True) for x in part)
+        padded = (F.pad(x.expand(len(q), -1), (0, -q.shape[1] % q_block)).contiguous() for x in ends)
+        return _PaddedIntervals(tuple(padded), lists)
 
     # The intervals are freed before others can have their id.
     found = cached_tensors(("block lists", id(intervals), len(q), backward), q.device, make, intervals)
     names = "mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx"
     return {
-        "mask_mod": _interval_mask(),
+        "mask_mod": _interval_mask(len(found.padded) // 2),
         "aux_tensors": list(found.padded),
         "block_sparse_tensors": _sparse_tensors()(
             **dict(zip(names, found.lists, strict=True)), block_size=(q_block, _K_BLOCK)
@@ -169,16 +191,24 @@ def _sparse_tensors() -> Any:
     return import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
 
 
-@lru_cache(maxsize=1)
-def _interval_mask() -> Any:
-    """``lo[query] <= key < hi[query]`` in FlashAttention-4's language."""
+@lru_cache(maxsize=MOST_PARTS)
+def _interval_mask(parts: int) -> Any:
+    """``lo[query] <= key < hi[query]`` in any of the parts, in FlashAttention-4's language.
+
+    Its functions are compiled for each number of parts: a kernel is found by what the function's closure holds.
+    """
     cute, utils = import_module("cutlass.cute"), import_module("flash_attn.cute.utils")
-    int32 = import_module("cutlass").Int32
+    cutlass = import_module("cutlass")
 
     @cute.jit
     def interval_mask(batch, head, query, key, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
-        lo = utils.scalar_to_ssa(aux_tensors[0][batch[0], query[0]], int32)
-        hi = utils.scalar_to_ssa(aux_tensors[1][batch[0], query[0]], int32)
-        return (key >= lo) & (key < hi)
+        lo = utils.scalar_to_ssa(aux_tensors[0][batch[0], query[0]], cutlass.Int32)
+        hi = utils.scalar_to_ssa(aux_tensors[1][batch[0], query[0]], cutlass.Int32)
+        seen = (key >= lo) & (key < hi)
+        for part in cutlass.range_constexpr(1, parts):
+            lo = utils.scalar_to_ssa(aux_tensors[2 * part][batch[0], query[0]], cutlass.Int32)
+            hi = utils.scalar_to_ssa(aux_tensors[2 * part + 1][batch[0], query[0]], cutlass.Int32)
+            seen = seen | ((key >= lo) & (key < hi))
+        return seen
 
     return interval_mask

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.cache import is_captured, outside_modes, refuse_capture
 from ..schedule.rows import KeyIntervals
-from .bands import KernelCall
+from .bands import Abilities, KernelCall
 from .base import head_dims
 from .flash import PackageBackend
 from .library import Options, PreparedCall
@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = "execution._flex_attention_forward", "execution._flex_atte
 
 
 class CudnnFlexBackend(PackageBackend):
-    """cuDNN's kernels for key intervals. Every step is one call, whatever its mask."""
+    """cuDNN's kernels for key intervals, several for each query. Every step is one call, whatever its mask."""
 
     name = "cudnn_flex"
     module, install, hub = "cudnn.flex_attention", "pip install 'seqpar[cudnn]'", None
@@ -38,6 +38,7 @@ class CudnnFlexBackend(PackageBackend):
     }
     softcap = False
     capabilities = (9, 10)
+    abilities = Abilities(intervals=True)
 
     def unavailable(self) -> str | None:
         cuda = torch.version.cuda
@@ -91,9 +92,14 @@ class CudnnFlexBackend(PackageBackend):
 
 
 def mask_endpoints(intervals: KeyIntervals, batch: int) -> Tensor:
-    """The key intervals as cuDNN takes them: int32 ``[1, 3, batch * q_len]``.
+    """The key intervals as cuDNN takes them: int32 ``[1, 1 + 2 * parts, batch * q_len]``.
 
-    A query with the endpoints ``f0, f1, f2`` sees the keys ``0 <= j < f0`` and ``f1 <= j < f2`` of its batch row.
+    A query with the endpoints ``f0, f1, f2, ...``, which do not decrease, sees the keys ``0 <= j < f0``,
+    ``f1 <= j < f2`` and so on of its batch row.
     """
-    lo, hi = (x.expand(batch, -1).flatten() for x in (intervals.lo, intervals.hi))
-    return torch.stack((torch.zeros_like(lo), lo, hi))[None]
+    lo, hi = (x.view(-1, *x.shape[-2:]).expand(-1, batch, -1).flatten(1) for x in (intervals.lo, intervals.hi))
+    # The intervals of a query in increasing order, those without keys behind the last key that it sees. No two overlap,
+    # so each end is sorted by itself.
+    last, seen = hi.amax(0), lo < hi
+    lo, hi = (torch.where(seen, x, last).sort(0).values for x in (lo, hi))
+    return torch.cat((torch.zeros_like(lo[:1]), torch.stack((lo, hi), 1).flatten(0, 1)))[None]

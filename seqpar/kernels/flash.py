@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..base.settings import switch
-from ..schedule.rows import KeyIntervals
+from ..schedule.rows import KeyIntervals, united
 from .bands import Abilities
 from .base import head_dims
 from .block_lists import interval_arguments, takes_block_sizes, too_long
@@ -202,7 +202,7 @@ class FlashAttention3Backend(PackageBackend):
 
 
 class FlashAttention4Backend(PackageBackend):
-    """FlashAttention-4, the package flash-attn-4. It takes key intervals if a step has more than a few bands."""
+    """FlashAttention-4, the package flash-attn-4. It takes key intervals: of unions, and of steps with many bands."""
 
     name = "flash_attn_4"
     module, install = "flash_attn.cute.interface", "pip install --pre 'seqpar[flash4]'"
@@ -234,6 +234,9 @@ class FlashAttention4Backend(PackageBackend):
         if options.cu_q is None:
             arguments |= {"max_seqlen_q": None, "max_seqlen_k": None}
         return arguments
+
+    def unites(self, parts: Sequence[KeyIntervals], q: Tensor, k: Tensor) -> bool:
+        return super().unites(parts, q, k) and self.launches(united(parts), q, k) is not None
 
     def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[PreparedCall] | None:
         found = super().launches(intervals, q, k)

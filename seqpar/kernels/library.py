@@ -15,7 +15,7 @@ packed call.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..base.cache import outside_modes, upload
 from ..comm.trace import count_backend
-from ..schedule.rows import KeyIntervals
+from ..schedule.rows import KeyIntervals, united
 from .bands import Abilities, KernelCall, cut
 from .base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, head_dims, merge_, row_delta
 from .triton import TritonBackend
@@ -229,6 +229,10 @@ class LibraryBackend(ABC):
             if empty:
                 target.zero_()
 
+    def unites(self, parts: Sequence[KeyIntervals], q: Tensor, k: Tensor) -> bool:
+        """Whether one call computes the union of these parts of a step."""
+        return self.able(q).intervals
+
     def launches(self, intervals: KeyIntervals, q: Tensor, k: Tensor) -> list[PreparedCall] | None:
         """The calls of one step; None if it needs too many. Cached in ``intervals``."""
         can = self.able(q)
@@ -249,6 +253,12 @@ class LibraryBackend(ABC):
             other = other.made_deterministic()
         count_backend(other.name)
         return other
+
+
+def together(backend: Backend, parts: Sequence[KeyIntervals], q: Tensor, k: Tensor) -> Sequence[KeyIntervals]:
+    """What the backend attends to one after another: a step's parts, or their union if one call computes it."""
+    unites = isinstance(backend, LibraryBackend) and backend.unites(parts, q, k)
+    return (united(parts),) if unites else parts
 
 
 class PreparedCall(NamedTuple):

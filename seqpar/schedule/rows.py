@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class KeyIntervals:
 
     Attributes:
         lo, hi: int32 ``[b, q_len]``, indices of the step's keys, ``0 <= lo <= hi <= k_len``. Neither decreases along
-            the queries.
+            the queries. Of a union (see ``united``) ``[parts, b, q_len]``.
         q_positions: int32 ``[q_len]``, global positions, increasing. Only ALiBi and dropout read them; without these
             two it may be any int32 tensor.
         k_positions: int32 ``[k_len]``, likewise.
@@ -55,6 +55,10 @@ class KeyIntervals:
         """Bytes of the tensors."""
         return sum(x.nbytes for x in {self.lo, self.hi, self.q_positions, self.k_positions})
 
+    @property
+    def is_union(self) -> bool:
+        return self.lo.dim() == 3
+
     def to(self, device: torch.device) -> KeyIntervals:
         """A copy on ``device``."""
         if device == self.lo.device:
@@ -70,6 +74,26 @@ class KeyIntervals:
         if self.lo.device == CPU:
             return self
         return None if self.made_on_host is None else self.made_on_host()
+
+
+def united(parts: Sequence[KeyIntervals]) -> KeyIntervals:
+    """A step's parts, which have no key in common, as one value: for kernels that take several intervals of a query.
+
+    Cached as long as the first part lives.
+    """
+    first = parts[0]
+
+    def make() -> KeyIntervals:
+        lo, hi = (torch.stack(ends) for ends in zip(*((part.lo, part.hi) for part in parts), strict=True))
+        made_on_host = partial(_united_on_host, [part.made_on_host for part in parts])
+        return KeyIntervals(lo, hi, first.q_positions, first.k_positions, made_on_host=made_on_host)
+
+    return cached_tensors(("united", id(first)), first.lo.device, make, first)
+
+
+def _united_on_host(makers: Sequence[Callable[[], KeyIntervals | None] | None]) -> KeyIntervals | None:
+    parts = [part for make in makers if make is not None and (part := make()) is not None]
+    return united(parts) if len(parts) == len(makers) else None
 
 
 @dataclass(frozen=True)

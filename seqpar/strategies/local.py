@@ -6,6 +6,7 @@ Shapes: b batch, q queries, k keys, h query heads, n KV heads as they are sent, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ..kernels.base import (
     sink_gradient,
 )
 from ..kernels.expansion import ExpandedKV, Expansion
+from ..kernels.library import together
 from ..schedule.rows import KeyIntervals
 from .transfers import take_heads
 
@@ -66,6 +68,7 @@ class Kernel:
         expanded_k = k if expansion is None else q
         backend = choice.backend(q, expanded_k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
         self._backend: Backend | ExpandedKV = backend if expansion is None else ExpandedKV(backend, expansion)
+        self._together = partial(together, backend)  # for several parts
 
     def forward(
         self,
@@ -96,6 +99,8 @@ class Kernel:
         if not self._errors:
             try:
                 if parts := seen():
+                    if len(parts) > 1:
+                        parts = self._together(parts, q, k)
                     if isinstance(backend, ExpandedKV):
                         backend = backend if at is None else backend.of(at)
                         return backend.forward(q, k, v, parts, score, carry, last)
@@ -147,7 +152,9 @@ class Kernel:
             q, score = take_heads(q, at), score.heads(at.start, at.stop)
         if not self._errors:
             try:
-                if not (parts := seen()):
+                if len(parts := seen()) > 1:
+                    parts = self._together(parts, q, k)
+                if not parts:
                     grads.make(q, k, v)
                     grads.zero_new_()
                 elif isinstance(backend, ExpandedKV):

@@ -419,7 +419,7 @@ KEPT: dict[str, str] = {
         "PlanByHeads.checksum PlanByHeads.dense _plans"
     ),
     "schedule.program": "ByPeer.rows Hop.received Hop.sent Program.backward_steps",
-    "schedule.rows": "KeyIntervals RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
+    "schedule.rows": "KeyIntervals united RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
     "sharding.same_rows": "_calls",
     "sharding.sharding": (
         "Sharding._placements Sharding.calls Sharding.calls Sharding.chunks Sharding.tokens Sharding.grain "

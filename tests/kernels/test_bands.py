@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from seqpar.kernels.bands import Abilities, KernelCall, cut
-from seqpar.kernels.block_lists import _ranges, block_lists, longest_lists, too_long
+from seqpar.kernels.block_lists import block_lists, longest_lists, too_long
 from seqpar.placement.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import attention_plan
 from seqpar.schedule.rows import KeyIntervals
@@ -161,17 +161,34 @@ def test_a_mask_without_lines_is_not_cut() -> None:
     assert cut(intervals_of(lo, [x + 5 for x in lo]), 1, len(lo), 40005, Abilities(gaps=True), most=8) is None
 
 
+def random_parts(q_len: int, k_len: int, parts: int, rows: int, made: torch.Generator) -> tuple[Tensor, Tensor]:
+    """``lo`` and ``hi`` of disjoint intervals, some of them empty, int32 ``[parts, rows, q_len]``."""
+    ends = torch.randint(0, k_len + 1, (2 * parts, rows, q_len), generator=made, dtype=torch.int32)
+    ends = ends.sort(-1).values.sort(0).values  # no end decreases, and no interval begins before the one before it ends
+    return ends[::2], ends[1::2]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
 @pytest.mark.parametrize("by_keys", [False, True])
-def test_block_lists(by_keys: bool) -> None:
-    chance = random.Random(1)
-    for _ in range(60):
-        q_len, k_len = chance.randint(1, 40), chance.randint(1, 40)
-        lo = torch.tensor([[chance.randint(0, k_len) for _ in range(q_len)] for _ in range(2)]).sort(-1).values.int()
-        hi = torch.tensor([[chance.randint(0, k_len) for _ in range(q_len)] for _ in range(2)]).sort(-1).values.int()
-        hi = torch.maximum(lo, hi)
-        seen = seen_by(KeyIntervals(lo, hi, lo, lo), k_len)
-        masked, full = (max(1, int(x.max())) for x in _ranges(lo, hi, k_len, 8, 4, by_keys).counts)
-        lists = block_lists(lo, hi, k_len, 8, 4, (masked, full), by_keys=by_keys)
+def test_block_lists(by_keys: bool, parts: int) -> None:
+    chance, made = random.Random(1), torch.Generator().manual_seed(parts)
+    without_mask = 0
+    for number in range(60):
+        q_len, k_len = chance.randint(1, 40), chance.randint(1, 40 * parts)
+        lo, hi = random_parts(q_len, k_len, parts, 2, made)
+        if number % 2:  # all queries see the same keys, so that there are blocks without a mask
+            lo, hi = (x[..., :1].expand_as(x).contiguous() for x in (lo, hi))
+        seen = torch.stack([seen_by(KeyIntervals(a, b, a, b), k_len) for a, b in zip(lo, hi, strict=True)]).any(0)
+        q, k = (torch.empty(2, n, 1, 8, device="meta") for n in (q_len, k_len))
+        union = KeyIntervals(lo, hi, lo, lo) if parts > 1 else KeyIntervals(lo[0], hi[0], lo, lo)
+        with (
+            mock.patch("seqpar.kernels.block_lists._q_block", return_value=8),
+            mock.patch("seqpar.kernels.block_lists._K_BLOCK", 4),
+        ):
+            longest = longest_lists(union, q, k, by_keys)
+        lists = block_lists(union.lo, union.hi, k_len, 8, 4, longest, by_keys=by_keys)
+        assert (lists.masked.shape[-1], lists.full.shape[-1]) == longest
+        without_mask += int(lists.full_count.sum())
         for b in range(2):
             for q0 in range(0, q_len, 8):
                 for k0 in range(0, k_len, 4):
@@ -180,10 +197,12 @@ def test_block_lists(by_keys: bool) -> None:
                     with_mask = lists.masked[b, 0, outer, : lists.masked_count[b, 0, outer]].tolist()
                     without = lists.full[b, 0, outer, : lists.full_count[b, 0, outer]].tolist()
                     assert len(set(with_mask + without)) == len(with_mask + without)
+                    assert with_mask == sorted(with_mask) and without == sorted(without)
                     if inner in without:
                         assert block.all() and k0 + 4 <= k_len
                     elif block.any():
                         assert inner in with_mask
+    assert without_mask > 10
 
 
 def test_block_lists_grow_with_the_tokens() -> None:

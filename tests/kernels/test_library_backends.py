@@ -6,6 +6,7 @@ import gc
 import re
 import sys
 import weakref
+from collections.abc import Sequence
 from inspect import signature
 from itertools import count, product
 from operator import attrgetter
@@ -25,11 +26,11 @@ from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.cudnn_flex import mask_endpoints
 from seqpar.kernels.elementwise import interpreted
-from seqpar.kernels.library import LibraryBackend, Options
+from seqpar.kernels.library import LibraryBackend, Options, together
 from seqpar.kernels.triton import TritonBackend
 from seqpar.placement.layout import CPU, LAYOUTS, TokenLayout
 from seqpar.schedule.plan import AttentionPlan, attention_plan
-from seqpar.schedule.rows import KeyIntervals
+from seqpar.schedule.rows import KeyIntervals, united
 
 from ..fake_cuda import fake_cuda
 from ..pool import Pool, on_ranks
@@ -75,8 +76,13 @@ def ring_of(
         own = sharding.ring_positions(rank).tensor(CPU)
         if not len(own):
             continue
-        steps = steps_of(plan)
+        by_step = steps_of(plan)
         rank_q, rank_dout, carry = q[:, own], dout[:, own], None
+        steps = [
+            (x, at)
+            for parts, at in by_step
+            for x in (together(backend, parts, rank_q, k[:, at]) if len(parts) > 1 else parts)
+        ]
         for number, (seen, at) in enumerate(steps):
             last = number == len(steps) - 1
             if last:
@@ -109,13 +115,12 @@ def ring_of(
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "carry": unrounded}
 
 
-def steps_of(plan: AttentionPlan) -> list[tuple[KeyIntervals, Tensor]]:
-    """For each step that has keys and each part of the mask, which keys queries see, and the positions of the keys."""
+def steps_of(plan: AttentionPlan) -> list[tuple[Sequence[KeyIntervals], Tensor]]:
+    """For each step that has keys, which keys queries see in each part of the mask, and the positions of the keys."""
     return [
-        (intervals, step.keys.positions(CPU))
+        (parts, step.keys.positions(CPU))
         for i, step in enumerate(plan)
-        if step.keys is not None and len(step.keys)
-        for intervals in plan.intervals(i, CPU)
+        if step.keys is not None and len(step.keys) and (parts := plan.intervals(i, CPU))
     ]
 
 
@@ -201,6 +206,41 @@ def test_the_error_of_a_ring_is_that_of_one_device(rules: str) -> None:
         assert rounded < 1.3 * alone, name
 
 
+BRANCHING = (
+    (Rule("tree", ((-1, 0, 0, 2, 2, 0, -1), (11, 9, 5, 6, 0, 13, 6))),),
+    (Rule("any_of", ((Rule("sliding_window", (6, 2)),), (Rule("global_tokens", (3,)),))),),
+    (Rule("any_of", ((Rule("documents", (((0, 9, 50), (0, 24, 50)), True)),), (Rule("global_tokens", (2,)),))),),
+)
+
+
+@pytest.mark.parametrize("name", ["cudnn_flex", "flash_attn_4", "flash_attn"])
+def test_a_union_is_one_launch(name: str) -> None:
+    """In each step, forward and backward, where the library takes several intervals of a query. Others take more."""
+    for (number, rules), layout, ranks in product(enumerate(BRANCHING), LAYOUTS, (1, 2, 4)):
+        problem = plain_problem(
+            number, seq_len=50, heads=4, kv_heads=2, rules=rules, batch=max(rows_of(rules), 1 + number % 2)
+        )
+        plans = [
+            attention_plan(combined_mask(rules), TokenLayout(50, layout, ring=ranks), rank) for rank in range(ranks)
+        ]
+        by_rank = [[len(parts) > 1 for parts, _ in steps_of(plan)] for plan in plans]  # whether a step has a union
+        steps, unions = (sum(map(count, by_rank)) for count in (len, sum))
+        assert unions
+        # ``ring_of`` repeats the last forward of a rank, and a backward without others.
+        repeated = sum(x[-1] for x in by_rank), sum(x == [True] for x in by_rank)
+        with stand_ins() as kernels, seqpar.trace() as trace:
+            check(ring_of(name, problem, ranks, layout), problem)
+        assert not trace.backends["reference"]
+        calls = kernels.calls
+        if name == "cudnn_flex":
+            assert calls["forward"] == steps + ranks and calls["plan"] == steps
+            assert calls["backward"] == steps + sum(len(x) == 1 for x in by_rank)
+        elif name == "flash_attn_4":
+            assert calls["masked"] == 2 * unions + sum(repeated)
+        else:
+            assert calls["dense"] + calls["packed"] >= steps + unions + repeated[0]
+
+
 @on_ranks
 def _attend(group: ProcessGroup, problem: Problem, options: dict[str, Any], backend: str) -> tuple[Any, ...]:
     tensors = problem.tensors()
@@ -228,6 +268,7 @@ def test_on_ranks(pool: Pool, world: int) -> None:
     ]
     # Each group of heads is a part of the tensors.
     groups = (Rule("by_heads", (documents, (Rule("sliding_window", (9, 2)),))),)
+    runs += [(name, {"strategy": "ring"}, BRANCHING[0]) for name in ("cudnn_flex", "flash_attn_4")]
     runs += [(name, {"strategy": "ring"}, groups) for name in LIBRARIES if name != "cudnn"]
     for backend, options, rules in runs:
         problem = plain_problem(5, seq_len=64, heads=4, kv_heads=2, rules=rules)
@@ -257,10 +298,12 @@ def test_endpoints_decode_to_the_mask(layout: str) -> None:
             plan = attention_plan(combined_mask(rules), sharding, rank, number // 2 % 2 == 0)
             own = sharding.ring_positions(rank).tensor(CPU)
             found = torch.zeros(batch, len(own), 50, dtype=torch.bool)
-            for intervals, at in steps_of(plan) if len(own) else ():
-                (first, lo, hi), keys = mask_endpoints(intervals, batch)[0].view(3, batch, -1, 1), torch.arange(len(at))
-                assert not first.any() and lo.min() >= 0 and bool((lo <= hi).all()) and hi.max() <= len(at)
-                found[..., at] |= (keys < first) | ((lo <= keys) & (keys < hi))
+            for parts, at in steps_of(plan) if len(own) else ():
+                ends, keys = mask_endpoints(united(parts), batch)[0].view(-1, batch, len(own), 1), torch.arange(len(at))
+                assert len(ends) == 1 + 2 * len(parts) and not ends[0].any() and ends.max() <= len(at)
+                assert bool((ends.diff(dim=0) >= 0).all())
+                for lo, hi in zip(ends[1::2], ends[2::2], strict=True):
+                    found[..., at] |= (lo <= keys) & (keys < hi)
                 steps += 1
             assert torch.equal(found, seen[:, own]), (rules, ranks, rank)
     assert steps > 200
