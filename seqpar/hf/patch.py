@@ -55,6 +55,7 @@ from .inspection.support import (
 from .inspection.tower_trial import find_towers
 from .inspection.trial import Trial
 from .losses.loss import replace_loss_function, replace_router_loss, restore_loss_function
+from .mechanisms.compressors import replace_compressors
 from .mechanisms.encoders import ATTENDS_ACROSS, check_settings, has_encoder, positional_embeddings
 from .mechanisms.indexers import replace_indexers
 from .mechanisms.key_values import disable_latent_kv, enable_latent_kv
@@ -241,6 +242,7 @@ def _apply(
         for layer in layers:
             enable_latent_kv(layer)
             patch.undo.callback(disable_latent_kv, layer)
+        replace_compressors([*layers], patch)
         replace_indexers([*layers], patch, lambda layer, shard: full_mask_in_layer(layer, shard, patch))
         for root, trial in trials.items():
             undo.enter_context(replaced(root, _seqpar_loss=trial.loss, _seqpar_from_labels=trial.from_labels))

@@ -20,6 +20,7 @@ from ..decoding import Shared
 from ..kernels import BackendName, check_backend
 from ..layers.loss import Gradients
 from ..masks.mask import LayerMask, Mask
+from ..masks.rules import Documents
 from ..memory import Memory
 from ..patching.running import Running
 from ..placement.layout import Assigned, Layout, TokenLayout
@@ -124,6 +125,7 @@ class Patch:
     has_encoder: bool = False  # whether a model is an encoder-decoder model, whose decoder is sharded
     has_mixers: bool = False  # whether layers mix tokens by the functions of ``mixers``
     has_indexers: bool = False  # whether layers attend to keys that an indexer chooses
+    has_compressors: bool = False  # whether layers attend to keys that are compressed from several tokens
     needs_wrapper: bool = False  # whether an Accelerator must wrap the model for training, and has not yet
     undo: ExitStack = field(default_factory=ExitStack)  # undoes each change of the model
     modules: list[nn.Module] = field(default_factory=list)  # the modules that refer to this object
@@ -137,9 +139,12 @@ class Patch:
     @property
     def unkept(self) -> str:
         """What the models have whose states a sharded prompt does not keep. Empty if there is nothing."""
-        return (
-            "layers with recurrent states" if self.has_mixers else self.has_indexers * "indexers with keys of their own"
+        kinds = (
+            (self.has_mixers, "layers with recurrent states"),
+            (self.has_indexers, "indexers with keys of their own"),
+            (self.has_compressors, "compressors with windows that are not full yet"),
         )
+        return next((what for has, what in kinds if has), "")
 
     @property
     def rank(self) -> int:
@@ -182,6 +187,11 @@ class Patch:
                     f"output in rows of more than {longest} tokens, and a rank has only some of them; use shorter "
                     "rows, or compute it from position_ids"
                 )
+        if self.has_compressors and any(isinstance(rule, Documents) for rule in shard.mask.rules):
+            raise ValueError(
+                "position_ids, cu_seq_lens: a row has several documents, but layers of the model compress windows of "
+                "tokens across documents, and one process would too; pack no documents, give them rows of their own"
+            )
         return PlacedShard(shard, self.sharding(tokens))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:

@@ -21,7 +21,7 @@ from ..comm.collectives import start_all_to_all
 from ..comm.p2p import Link, call, new_message
 from ..kernels.base import accumulator
 from ..masks.mask import Mask
-from ..placement.layout import Positions, TokenLayout
+from ..placement.layout import Assigned, Layout, Positions, TokenLayout, shard_ranges
 
 Value = TypeVar("Value")
 
@@ -296,6 +296,55 @@ def shift_plan(
         return owners.plan(wanted, keys.flatten()).on(device)
 
     return _cached("shift", mask, (tokens, rank, batch, by), device, make)
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """The rows of this rank's windows. Windows of ``size`` tokens follow one another from the start of the sequence.
+
+    Attributes:
+        rows: the result has the rows ``[b * len(windows) * size]``.
+        windows: the windows of the result, int64: this rank's, and those before each run of them.
+        own: where this rank's windows are among them, int64.
+    """
+
+    rows: RowPlan
+    windows: Tensor
+    own: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows.nbytes + self.windows.nbytes + self.own.nbytes
+
+
+def window_layout(tokens: TokenLayout, size: int) -> Layout:
+    """Which windows each rank computes: those that end in its tokens, or where tokens alternate, contiguous windows."""
+    if tokens.layout == "striped":
+        return "contiguous"
+    ranges = [shard_ranges(tokens.seq_len, tokens.ranks, rank, tokens.layout) for rank in range(tokens.ranks)]
+    return Assigned(tuple(tuple(range(r.start // size, r.stop // size) for r in of_rank) for of_rank in ranges))
+
+
+def window_plan(tokens: TokenLayout, rank: int, batch: int, size: int, before: int, device: torch.device) -> WindowPlan:
+    """``before``: how many windows before its own each run of windows has."""
+
+    def make() -> WindowPlan:
+        held, layout, offsets = _held(tokens), window_layout(tokens, size), torch.arange(size, device="cpu")
+        runs = [shard_ranges(tokens.seq_len // size, tokens.ranks, peer, layout) for peer in range(tokens.ranks)]
+
+        def numbers(ranges: list[range]) -> Tensor:
+            return torch.tensor([i for r in ranges for i in r], dtype=torch.int64, device="cpu")
+
+        every = [numbers([range(max(0, r.start - before), r.stop) for r in of_rank]) for of_rank in runs]
+        by_rank = [(windows[:, None] * size + offsets).flatten() for windows in every]
+        wanted = [_keys([x[_find_positions(y, x) < 0]], batch) for x, y in zip(by_rank, held, strict=True)]
+        keys = by_rank[rank] * batch + torch.arange(batch, device="cpu")[:, None]  # [b, windows * size]
+        owners = _Owners(rank, tokens.ranks, batch, lambda r, x: _find_positions(held[r], x), len(held[rank]))
+        own = torch.isin(every[rank], numbers([*runs[rank]])).nonzero().flatten()
+        rows = owners.plan(wanted, keys.flatten()).on(device)
+        return WindowPlan(rows, upload(every[rank], device), upload(own, device))
+
+    return cached_tensors(("windows", tokens, rank, batch, size, before), device, make)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "deepseek_v32": _INDEXER,
+    "deepseek_v4": {
+        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8}, "head_dim": 32,
+        "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "o_groups": 2,
+    },
     "dots3_note_text": {  # otherwise its layer with a window is 1,000 times as large as the others
         **_INDEXER,
         "per_layer_config": {

@@ -1,4 +1,4 @@
-"""Latent attention to keys that an indexer chooses: what is sent, every path, and what is refused.
+"""Attention to keys that an indexer chooses, and to compressed keys: what is sent, every path, and what is refused.
 
 ``test_mixers.py`` compares every such model with one process.
 """
@@ -24,6 +24,7 @@ import seqpar
 import seqpar.hf
 from seqpar import Mask
 from seqpar.hf.mechanisms import indexers
+from seqpar.placement.layout import TokenLayout
 from seqpar.planner.model import model_of as plan_model
 from seqpar.planner.setting import Setting
 from seqpar.planner.split import Switches
@@ -36,7 +37,7 @@ from .families import Family, make_batch, one_process, tiny
 from .test_generate import Allocations
 from .test_mixers import MODELS, Case, Expected, check, check_errors, gradients, one_process_of
 
-GLM, DEEPSEEK, VL = "glm_moe_dsa", "deepseek_v32", "hy_v4_vl, image-text"
+GLM, DEEPSEEK, VL, V4 = "glm_moe_dsa", "deepseek_v32", "hy_v4_vl, image-text", "deepseek_v4"
 INDEX, LATENT = 16, 16 + 8  # index_head_dim; kv_lora_rank and qk_rope_head_dim
 LAYERS, INDEXERS = 3, 2  # of the tiny GLM: the second layer reuses the indices of the first
 
@@ -250,10 +251,10 @@ def test_each_rank_alone(pool: Pool) -> None:
 
 
 @on_ranks
-def verified(group: ProcessGroup, fault: bool) -> str:
+def verified(group: ProcessGroup, name: str, fault: bool) -> str:
     """What ``verify`` says, if the indices are right or count the tokens of a rank."""
-    model = model_of(GLM)
-    batch = make_batch("packed", True, model)
+    model = model_of(name)
+    batch = make_batch("packed" if name == GLM else "left", True, model)
     seqpar.hf.parallelize(model, group=group)
     choose = indexers._choose_globally
     try:
@@ -266,8 +267,8 @@ def verified(group: ProcessGroup, fault: bool) -> str:
 
 
 def test_verify(pool: Pool) -> None:
-    assert pool.run(2, verified, False) == ["", ""]
-    assert all("layers.0.self_attn" in text and "attention" in text for text in pool.run(2, verified, True))
+    assert pool.run(2, verified, GLM, False) == ["", ""] == pool.run(2, verified, V4, False)
+    assert all("layers.0.self_attn" in text and "attention" in text for text in pool.run(2, verified, GLM, True))
 
 
 class AllKeys(nn.Module):
@@ -368,7 +369,6 @@ def test_refused_models(pool: Pool) -> None:
     """Indexers that pool keys over runs of tokens."""
     reasons = {
         ("causal", "Qwen4ExpForCausalLM"): "layer 1 is of type 'indexed_attention', and its indexer does not",
-        ("causal", "DeepseekV4ForCausalLM"): "layer 0 is of type 'heavily_compressed_attention'",
         ("image-text", "Glm5NextForConditionalGeneration"): "(Glm5NextTextIndexer) does not choose",
     }
     for family, reason in reasons.items():
@@ -380,12 +380,119 @@ def test_scores_are_float32() -> None:
     tokens, heads, keys, rank, rope, nope, width = 64, 16, 256, 64, 32, 32, 32
     q, kv = torch.randn(1, tokens, heads, nope + rope) * 2, torch.randn(1, tokens, keys, rank + rope)
     weight = torch.randn(heads, nope + width, rank) / rank**0.5
-    visible, grad = torch.ones(1, tokens, keys, dtype=torch.bool), torch.randn(1, tokens, heads, width)
+    visible, grad = torch.ones(1, tokens, 1, keys, dtype=torch.bool), torch.randn(1, tokens, heads, width)
 
     def results(dtype: torch.dtype) -> list[Tensor]:
         inputs = [x.bfloat16().to(dtype).requires_grad_() for x in (q, kv, weight)]
-        out = indexers._attend_rows(inputs[0], inputs[1], inputs[2], None, visible, (nope + rope) ** -0.5)
+        out = indexers._attend_rows(inputs[0], inputs[1], inputs[2], None, visible, (nope + rope) ** -0.5)[0]
         return [out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))]
 
     for ours, exact in zip(results(torch.bfloat16), results(torch.float64), strict=True):
         assert (ours - exact).norm() / exact.norm() < 0.0055  # 0.007 to 0.008 with scores in bfloat16
+
+
+def test_compressed_keys(pool: Pool) -> None:
+    check(pool, 2, [Case(V4, "plain"), Case(V4, "left", "ulysses", "contiguous")])
+
+
+@pytest.mark.thorough
+def test_compressed_keys_on_more_ranks(pool: Pool) -> None:
+    check(pool, 1, [Case(V4, "right")])
+    check(pool, 4, [Case(V4, "left", layout="balanced"), Case(V4, "plain", "context_parallel", "contiguous")])
+
+
+@on_ranks
+def short_rows(group: ProcessGroup, lengths: list[int]) -> list[tuple[float, float]]:
+    """The errors with rows of few tokens, some of which have no window, or windows of a few ranks only."""
+    model, reference, found = model_of(V4), model_of(V4), []
+    seqpar.hf.parallelize(model, group=group)
+    for length in lengths:
+        batch = {name: x[:, :length] for name, x in make_batch("plain", True, reference).items()}
+        model.zero_grad()
+        reference.zero_grad()
+        loss = one_process(reference, batch, True)
+        found.append(errors(model, batch, group, Expected(loss, gradients(reference), 0.0)))
+    return found
+
+
+def test_short_rows_of_compressed_keys(pool: Pool) -> None:
+    rounding = one_process_of(V4, "plain").rounding
+    for found in pool.run(3, short_rows, [3, 4, 8, 13]):
+        for loss, grads in found:
+            check_errors(loss, grads, rounding)
+
+
+COMPRESSED = ("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+
+
+@on_ranks
+def sent_with_compressed_keys(group: ProcessGroup, layout: str) -> list[tuple[int, int]]:
+    """For a model of one layer of each type, the bytes that this rank sends in forward and in backward."""
+    found = []
+    for layer in COMPRESSED:
+        model = model_of(V4, layer_types=[layer], mlp_layer_types=["moe"], num_hidden_layers=1, **V4_SIZES).model
+        seqpar.hf.parallelize(model, group=group, outputs="local", layout=layout)
+        ids = torch.arange(10, 10 + 2 * 46).view(2, 46) % 80 + 10
+        with seqpar.trace() as forward:
+            out = model(ids).last_hidden_state
+        with seqpar.trace() as backward:
+            out.sum().backward()
+        found.append((forward.bytes_sent, backward.bytes_sent))
+    return found
+
+
+V4_SIZES: dict[str, Any] = {  # of ``families.OVERRIDES``
+    "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8}, "head_dim": 32,
+    "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "o_groups": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_bytes_of_compressed_keys(pool: Pool, layout: Any) -> None:
+    """Beside the window: the projected rows of windows across borders, and all compressed rows."""
+    rows, tokens, ranks = 2, 46, 3
+    held = [TokenLayout(tokens, layout, ranks).rank_positions(rank).tolist() for rank in range(ranks)]
+    for rank, (window, *found) in enumerate(pool.run(ranks, sent_with_compressed_keys, layout)):
+        for (size, before, width, index), (forward, backward) in zip(
+            ((3, 1, 32, 16), (8, 0, 32, 0)), found, strict=True
+        ):
+            ends = [[i // size for i in own if i % size == size - 1] for own in held]  # the windows of each rank
+            spans = [[range(max(0, i - before) * size, (i + 1) * size) for i in of_rank] for of_rank in ends]
+            needed = [{i for span in of_rank for i in span} for of_rank in spans]
+            borders = rows * sum(len(needed[peer] & {*held[rank]}) for peer in range(ranks) if peer != rank)
+            fetched = rows * len(needed[rank] - {*held[rank]})
+            most = rows * max(map(len, ends)) * (ranks - 1)
+            of_row = 2 * (before + 1)  # a token has a key and a gate in each of so many windows
+            assert forward - window[0] == 4 * (borders * of_row * (width + index) + most * (width + index))
+            assert backward - window[1] == 4 * (fetched * of_row * width + most * width)
+
+
+@on_ranks
+def errors_of_compressed_keys(group: ProcessGroup) -> list[str]:
+    model, found = model_of(V4), []
+
+    def error(call: Any) -> None:
+        with seqpar.trace() as sent, pytest.raises(ValueError, match=": ") as caught:
+            call()
+        assert not sent.bytes_sent
+        found.append(str(caught.value))
+
+    batch = make_batch("packed", True, model)
+    error(lambda: seqpar.hf.parallelize(model, group=group, share_prompts=True))
+    seqpar.hf.parallelize(model, group=group)
+    error(lambda: model(**batch))
+    error(lambda: model.eval().generate(batch["input_ids"], max_new_tokens=1))
+    seqpar.hf.restore(model)
+    assert not any("forward" in vars(m) for m in model.modules())
+    pools = model.model.layers[1].self_attn.compressor
+    pools.kv_norm = nn.Sequential(pools.kv_norm, Convolves())
+    error(lambda: seqpar.hf.parallelize(model, group=group))
+    return found
+
+
+def test_refused_compressed_keys(pool: Pool) -> None:
+    prompts, packed, generated, pools = pool.run(2, errors_of_compressed_keys)[0]
+    assert "it compresses windows of tokens" in prompts
+    assert "pack no documents" in packed
+    assert "indexers with keys of their own" in generated
+    assert "self_attn.compressor' (DeepseekV4CSACompressor) does not pool each window" in pools

@@ -37,8 +37,9 @@ from ...sharding.spec import REPLICATED, AttentionSpec, constant_float, constant
 from ...strategies.attend import attend
 from ..batch import BatchShard, PlacedShard
 from ..inspection.support import text_model
+from ..mechanisms.compressors import Compressed, merge_compressed
 from ..mechanisms.encoders import ATTENDS_ACROSS, has_encoder, mask_of_states
-from ..mechanisms.indexers import IndexedMask, attend_to_chosen
+from ..mechanisms.indexers import IndexedMask, attend_to_chosen, check_unset
 from ..mechanisms.key_values import attend_to_shared_keys, expand, gathers_shared_keys, has_latent_kv, latent_weight
 from ..state import DecodeShard, Forward, Patch, Settings, forwards, shards_text_model
 from .generate import decode
@@ -96,7 +97,7 @@ def attention_forward(
         given = {option: x for option, x in given.items() if x is not None}
         return across(module, query, key, value, attention_mask, dropout=dropout, **given)[0], None
     for argument, x in (("attention_mask", attention_mask), ("position_bias", position_bias)):
-        if x is not None and not isinstance(x, IndexedMask):
+        if x is not None and not isinstance(x, IndexedMask | Compressed):
             raise ValueError(
                 f"{name}: {argument} of shape {tuple(x.shape)} is given; dense score terms are not supported"
             )
@@ -116,10 +117,10 @@ def attention_forward(
     weight, shared_key = None, key
     if indices is not None:
         options = {"dropout": dropout, "softcap": softcap, "sliding_window": sliding_window}
-        options |= {key: getattr(patch.settings, key) for key in ("alibi_slopes", "deterministic")}
+        check_unset(module, options, patch.settings)
         q, latents, rotated = _same_dtype(query, key, value)
         of_layer = mask, in_layer
-        return attend_to_chosen(module, q, latents, rotated, indices, s_aux, of_layer, seqpar, scale, options), None
+        return attend_to_chosen(module, q, latents, rotated, indices, s_aux, of_layer, seqpar, scale), None
     if has_latent_kv(module):
         if isinstance(seqpar, BatchShard) and patch.ranks > 1 and patch.settings.deterministic != "invariant":
             weight = latent_weight(module, query.shape[1], key, patch.ulysses)
@@ -151,6 +152,10 @@ def attention_forward(
         spec = spec.having(strategy=REPLICATED)
         return attend_to_shared_keys(q, k, v, shared_key, s_aux, mask, sharding, spec, seed), None
     check_inputs(q, k, v, weight)
+    if isinstance(attention_mask, Compressed):
+        check_unset(module, {"dropout": dropout, "softcap": softcap}, settings)
+        out, lse = attend(q, k, v, spec.having(return_lse=True), mask, sharding, sinks=s_aux)
+        return merge_compressed(q, out, lse, attention_mask, scale), None
     return attend(q, k, v, spec, mask, sharding, sinks=s_aux, seed=seed, latent_weight=weight)[0], None
 
 

@@ -98,6 +98,8 @@ def check_shareable(model: nn.Module, patch: Patch) -> None:
         why = "it has an encoder, whose input differs between the rows"
     elif patch.has_mixers:
         why = "it has layers with recurrent states or convolutions, which would run from one answer into the next"
+    elif patch.has_compressors:
+        why = "it compresses windows of tokens, which would run from one answer into the next"
     elif patch.has_indexers:
         why = "it has indexers, which choose keys in rows without branches only"
     elif settings.alibi_slopes is not None:

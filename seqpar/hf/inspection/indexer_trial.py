@@ -1,8 +1,13 @@
-"""Tests, in the trial run, how the indexers of a model choose keys, before they run on a sharded sequence.
+"""Tests, in the trial run, how the indexers of a model choose keys, and how its compressors pool them, before they run
+on a sharded sequence.
 
 A sharded indexer is right if the score of a key depends on nothing but the token, the key and whether the token sees
 the key, and if the result is the indices of the highest scores. Both are tested with random keys, on the input and the
 result of ``torch.topk``.
+
+A sharded compressor is right if a row depends on nothing but the tokens of its window, or also of the window before
+it, and if a token sees the rows of windows that end before it, or those of them that an indexer chooses. The compressor
+runs on a few windows of random tokens, and again on the last one alone.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..mechanisms.compressors import Call, has_compressor, indexer_of
 from ..mechanisms.indexers import IndexedMask, has_indexer, hidden_states_of, run_indexer
 
 
@@ -104,3 +110,58 @@ def check_indices(layer: nn.Module, indices: Tensor | None, tokens: int) -> None
             )
     elif not torch.equal(indices.cpu(), own_token_indices(indices.shape[0], tokens)):
         raise UnsupportedIndexerError("attends to other keys than those that an indexer has chosen")
+
+
+def compress_no_tokens(root: nn.Module) -> None:
+    """Make each compressor in ``root`` check how it pools windows of tokens, and then give its layer no rows."""
+    checked: set[nn.Module] = set()
+
+    def compress(compressor: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        call = Call(compressor, args, kwargs)
+        if compressor not in checked:
+            try:
+                _check_windows(call)
+            except Exception as error:
+                raise UnsupportedIndexerError(
+                    "does not pool each window of tokens, with the window before it or without, to one row that all "
+                    "later tokens see or an indexer chooses, but in another way; such a compressor cannot be sharded"
+                ) from error
+            checked.add(compressor)
+        return call.no_rows(), None
+
+    for layer in filter(has_compressor, root.modules()):
+        vars(layer.compressor)["forward"] = MethodType(compress, layer.compressor)
+
+
+def _check_windows(call: Call) -> None:
+    size, count = call.size, 3
+    numbers = torch.Generator("cpu").manual_seed(0)
+    tokens = count * size + 1
+
+    def random(like: Tensor) -> Tensor:
+        return torch.randn(1, tokens, *like.shape[2:], generator=numbers, dtype=torch.float32, device="cpu")
+
+    given = {name: random(x) if isinstance(x, Tensor) else x for name, x in call.arguments.items()}
+    given |= {"position_ids": torch.ones(1, tokens, dtype=torch.int64, device="cpu").cumsum(1) - 1, call.cache: None}
+    rows, bias = type(call.module).forward(call.module, **given)
+    call = Call(call.module, (), given)
+
+    def last(kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        first = count - call.row_windows(kv)
+        at = slice(first * size, count * size)
+        return kv[:, at], gate[:, at], torch.tensor([first * size], device="cpu")
+
+    if not torch.allclose(call.run(last)[:, -1], rows[:, 0, -1], rtol=1e-4, atol=1e-5):
+        raise ValueError("a row changed with tokens before its window")
+    seen = torch.arange(count, device="cpu") < (given["position_ids"] + 1)[..., None] // size  # [1, tokens, count]
+    if (module := indexer_of(call.module)) is not None:
+        indexer = Call(module, (), given)
+
+        def every(kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+            return kv[:, : count * size], gate[:, : count * size], 0
+
+        chosen = indexer.run(rows=indexer.run(every))  # [1, tokens, k]
+        index = torch.arange(count, device="cpu")
+        seen &= (chosen[..., None] == index).any(2)
+    if not torch.equal(bias[:, 0] == 0, seen):
+        raise ValueError("a token sees other rows than those of the windows that end before it")

@@ -27,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...memory.weights import CACHE_ARGUMENTS
 from ...patching.forwards import function_of, runs_of
+from ..mechanisms.compressors import has_compressor
 from ..mechanisms.encoders import STATES, STATES_MASK, decoder_of, has_encoder
 from ..mechanisms.indexers import has_indexer
 from ..mechanisms.mixers import of_mixer_files
@@ -42,6 +43,7 @@ _OPERATORS = (nn.Conv1d, nn.Conv2d, nn.RNNBase, nn.MultiheadAttention)
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 # Of models whose layers mix tokens by the functions of ``mixers``; the trial run finds layers that do not.
 _MIXER_TYPES = ("linear_attention", "conv", "mamba", "attention", "hybrid", "moe", "mlp")
+_COMPRESSED_TYPES = ("compressed_sparse_attention", "heavily_compressed_attention")
 _LOSSES_IN_PLACE = ("ForMaskedLM", "ForTokenClassification")  # the model predicts each token itself, not the next one
 _LOSSES = ("ForCausalLM", "ForConditionalGeneration", *_LOSSES_IN_PLACE)
 _KEEPING_LOSSES = {"transformers", "accelerate", "torch", "seqpar"}  # whose decorators keep a forward's loss
@@ -175,6 +177,7 @@ def _reasons(model: PreTrainedModel, positions: bool) -> Iterator[str]:
     config = model.config.get_text_config() if composite else text.config
     supported = _LAYER_TYPES + (_MIXER_TYPES if of_mixer_files(text) else ())
     supported += ("indexed_attention",) if any(map(has_indexer, text.modules())) else ()
+    supported += _COMPRESSED_TYPES if any(map(has_compressor, text.modules())) else ()
     for i, layer_type in enumerate(getattr(config, "layer_types", None) or ()):
         if layer_type == "indexed_attention" and layer_type not in supported:
             yield (

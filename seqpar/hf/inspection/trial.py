@@ -56,7 +56,7 @@ from ..mechanisms.key_values import expand, has_latent_kv
 from ..mechanisms.mixers import tokenwise_mixers
 from ..state import NAME
 from .cheap import TokenwiseFunctions, configs, run_one_of_each_kind, substitutes
-from .indexer_trial import check_indices, choose_own_tokens
+from .indexer_trial import check_indices, choose_own_tokens, compress_no_tokens
 
 _CHANGED = (0, 4, 10)  # batch row i + 1 equals row 0, except for the token _CHANGED[i]; further rows equal row 0
 _SHIFT = 3  # by how many tokens the last row is shifted
@@ -358,6 +358,7 @@ def _run(root: PreTrainedModel, also: Collection[str]) -> Trial:
                 stack.callback(module.register_forward_pre_hook(trial.before, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(trial.after).remove)
             choose_own_tokens(root, trial.check)
+            compress_no_tokens(root)
             same_kind, results = run_one_of_each_kind(root)
             stack.enter_context(replaced_interface(attend))
             stack.enter_context(tokenwise_mixers(root, trial.mixes))

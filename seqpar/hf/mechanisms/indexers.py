@@ -41,7 +41,7 @@ from ...placement.layout import TokenLayout
 from ...sharding.sharding import Sharding
 from ...sharding.shards import local_shard
 from ..batch import BatchShard, PlacedShard
-from ..state import OWNER, Patch
+from ..state import OWNER, Patch, Settings
 from .key_values import has_expansion, plain_weight
 
 _ELEMENTS = 1 << 25  # of the largest tensor that is computed at a time
@@ -193,6 +193,20 @@ def _by_document(mask: Mask, row: int, positions: Tensor, seq_len: int, size: in
             yield start, stop, slice(at, min(at + size, last))
 
 
+def check_unset(layer: nn.Module, options: dict[str, Any], settings: Settings) -> None:
+    """Raise an error if ``layer``, which chooses or compresses keys, has an option that is computed without."""
+    name = f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__})"
+    for option, value in {
+        **options,
+        **{key: getattr(settings, key) for key in ("alibi_slopes", "deterministic")},
+    }.items():
+        if value:
+            raise ValueError(
+                f"{option}={value}: {name} attends to keys that it chooses or compresses, which is computed without; "
+                f"leave {option} out, or set it to 0"
+            )
+
+
 @no_compile
 def attend_to_chosen(
     layer: nn.Module,
@@ -204,16 +218,9 @@ def attend_to_chosen(
     mask: tuple[Mask, LayerMask],
     shard: Any,  # a PlacedShard, because generation is refused
     scale: float,
-    options: dict[str, Any],
 ) -> Tensor:
-    """Attention of each token to the keys that were chosen for it: ``[b, s, h, e]``. ``options`` must be unset."""
+    """Attention of each token to the keys that were chosen for it: ``[b, s, h, e]``."""
     name = f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__})"
-    for option, value in options.items():
-        if value:
-            raise ValueError(
-                f"{option}={value}: {name} attends to keys that an indexer chooses, which is computed without; leave "
-                f"{option} out, or set it to 0"
-            )
     weight, sharding = plain_weight(layer, q.shape[1], latents), shard.sharding
     if weight is None:
         raise ValueError(
@@ -223,34 +230,39 @@ def attend_to_chosen(
         )
     lo, hi = _intervals(layer_mask(mask[0], *mask[1]), sharding, len(q), q.device)
     kv = torch.cat([latents, rotated], -1)[:, 0]  # [b, s, w]
-    out: Tensor = _IndexedAttention.apply(
+    out: Tensor = IndexedAttention.apply(
         q.transpose(1, 2), kv, weight.to(q.dtype), sinks, indices, lo, hi, scale, shard.tokens, sharding
-    )
+    )[0]
     return out
 
 
 def _attend_rows(
     q: Tensor,  # [b, c, h, d]
     kv: Tensor,  # [b, c, k, w]
-    weight: Tensor,  # [h, d - (w - r) + e, r]
+    weight: Tensor | None,  # [h, d - (w - r) + e, r]; None: keys and values are kv
     sinks: Tensor | None,  # [h]
-    visible: Tensor,  # bool [b, c, k]
+    visible: Tensor,  # bool [b, c, h or 1, k]
     scale: float,
-) -> Tensor:
-    rank = weight.shape[2]
-    nope = q.shape[3] - (kv.shape[3] - rank)
-    of_keys, of_values = weight.split([nope, weight.shape[1] - nope], 1)
-    query = torch.cat([torch.einsum("bchd,hdr->bchr", q[..., :nope], of_keys), q[..., nope:]], -1)  # [b, c, h, w]
+) -> tuple[Tensor, Tensor | None]:
+    """The outputs ``[b, c, h, e]``, and without a weight their lse ``[b, c, h]``."""
+    rank, query = kv.shape[3], q
+    if weight is not None:
+        rank = weight.shape[2]
+        nope = q.shape[3] - (kv.shape[3] - rank)
+        of_keys, of_values = weight.split([nope, weight.shape[1] - nope], 1)
+        query = torch.cat([torch.einsum("bchd,hdr->bchr", q[..., :nope], of_keys), q[..., nope:]], -1)  # [b, c, h, w]
     scores: Tensor = _Scores.apply(query.flatten(0, 1), kv.flatten(0, 1)).unflatten(0, kv.shape[:2])  # [b, c, h, k]
     scores = scores * scale
-    hidden = ~visible[:, :, None]
+    hidden = ~visible
     scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if sinks is not None:
         sink = sinks.to(scores.dtype)[:, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink], -1)
     probabilities = scores.softmax(-1)[..., : kv.shape[2]].masked_fill(hidden, 0.0)  # 0 in a row that sees nothing
     out = probabilities.to(kv.dtype) @ kv[..., :rank]  # [b, c, h, r]
-    return torch.einsum("bchr,her->bche", out, of_values)
+    if weight is None:
+        return out, scores.logsumexp(-1)
+    return torch.einsum("bchr,her->bche", out, of_values), None
 
 
 class _Scores(torch.autograd.Function):
@@ -272,63 +284,84 @@ class _Scores(torch.autograd.Function):
         return grad @ keys, grad.mT @ query
 
 
-class _IndexedAttention(torch.autograd.Function):
+class IndexedAttention(torch.autograd.Function):
+    """Attention to some of all ranks' rows ``kv``: ``[b, s, h, e]``, and without a weight its lse ``[b, s, h]``.
+
+    A query sees the rows from ``lo`` to ``hi`` among those with its ``indices``, or all of these without indices.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, kv: Tensor, weight: Tensor, sinks: Tensor | None, indices: Tensor, lo: Tensor, hi: Tensor,
-        scale: float, tokens: TokenLayout, sharding: Sharding,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, q: Tensor, kv: Tensor, weight: Tensor | None, sinks: Tensor | None, indices: Tensor | None,
+        lo: Tensor, hi: Tensor, scale: float, tokens: TokenLayout, sharding: Sharding,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         full = sharding.unshard(kv)  # [b, t, w]
         ctx.save_for_backward(q, full, weight, sinks, indices, lo, hi)
         ctx.constants = scale, tokens, sharding.sequence_group
-        return torch.cat(
-            [
-                _attend_rows(q[:, at], full.flatten(0, 1)[rows], weight, sinks, visible, scale)
-                for at, rows, visible in _chunks(q, full, indices, lo, hi)
-            ],
-            1,
-        )
+        outs, lses = [], []
+        for at, rows, visible in _chunks(q, full, indices, lo, hi):
+            query, shape = _of_rows(q[:, at], rows), q[:, at].shape[:3]
+            out, lse = _attend_rows(query, full.flatten(0, 1)[rows], weight, sinks, visible, scale)
+            outs.append(out.reshape(*shape, out.shape[3]))
+            lses += [] if lse is None else [lse.reshape(shape)]
+        return torch.cat(outs, 1), torch.cat(lses, 1) if lses else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, full, weight, sinks, indices, lo, hi = ctx.saved_tensors
         scale, tokens, group = ctx.constants
         dq = torch.empty_like(q)
         # Many rows choose the same key.
-        d_full, d_weight, d_sinks = (
+        sums = [
             None if x is None else x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
             for x in (full, weight, sinks)
-        )
-        assert d_full is not None and d_weight is not None
+        ]
+        d_full = sums[0]
+        assert d_full is not None
         for at, rows, visible in _chunks(q, full, indices, lo, hi):
-            parts = [q[:, at], full.flatten(0, 1)[rows], weight, sinks]
+            parts = [_of_rows(q[:, at], rows), full.flatten(0, 1)[rows], weight, sinks]
             parts = [None if x is None else x.detach().requires_grad_() for x in parts]
-            inputs = [x for x in parts if x is not None]
             with torch.enable_grad():
-                out = _attend_rows(parts[0], parts[1], parts[2], parts[3], visible, scale)
-            grads = torch.autograd.grad(out, inputs, grad[:, at])
-            dq[:, at] = grads[0]
-            d_full.view(-1, full.shape[2]).index_add_(0, rows.flatten(), grads[1].flatten(0, 2).to(d_full.dtype))
-            d_weight += grads[2]
-            if d_sinks is not None:
-                d_sinks += grads[3]
+                out, lse = _attend_rows(parts[0], parts[1], parts[2], parts[3], visible, scale)
+            outs, grads = [out], [grad[:, at].reshape(out.shape)]
+            if lse is not None and grad_lse is not None:
+                outs, grads = [*outs, lse], [*grads, grad_lse[:, at].reshape(lse.shape)]
+            found = iter(torch.autograd.grad(outs, [x for x in parts if x is not None], grads))
+            dq[:, at] = next(found).reshape(dq[:, at].shape)
+            d_full.view(-1, full.shape[2]).index_add_(0, rows.flatten(), next(found).flatten(0, 2).to(d_full.dtype))
+            for total in sums[1:]:
+                if total is not None:
+                    total += next(found)
         d_kv = d_full
         if group is not None and ctx.needs_input_grad[1]:
             with operation("the backward of attention to chosen keys"):
                 d_kv = sum_shards([local_shard(d_full, 1, tokens, rank) for rank in range(tokens.ranks)], 1, group)
-        d_sinks = None if d_sinks is None else d_sinks.to(sinks.dtype)
-        return dq, d_kv.to(full.dtype), d_weight.to(weight.dtype), d_sinks, *[None] * 6
+        others = [None if x is None else x.to(like.dtype) for x, like in zip(sums[1:], (weight, sinks), strict=True)]
+        return dq, d_kv.to(full.dtype), *others, *[None] * 6
 
 
-def _chunks(q: Tensor, full: Tensor, indices: Tensor, lo: Tensor, hi: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """A few of this rank's tokens at a time: the rows of ``full [b * t, w]`` that were chosen for them, and which of
-    these they see, both ``[b, c, k]``."""
+def _of_rows(q: Tensor, rows: Tensor) -> Tensor:
+    """The queries ``[b, c, h, d]`` for ``rows [b, c or 1, k]``, which queries may have in common."""
+    return q if q.shape[:2] == rows.shape[:2] else q.flatten(1, 2)[:, None]
+
+
+def _chunks(
+    q: Tensor, full: Tensor, indices: Tensor | None, lo: Tensor, hi: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """A few of this rank's tokens at a time: the rows of ``full [b * t, w]`` that were chosen for them, ``[b, c, k]``,
+    and which of these they see, ``[b, c, 1, k]``. Without ``indices`` all rows, ``[b, 1, k]`` and ``[b, 1, c * h, k]``.
+    """
     batch, length, heads = q.shape[:3]
     row = (torch.arange(batch, device=q.device) * full.shape[1])[:, None, None]
-    size = max(1, _ELEMENTS // (batch * indices.shape[2] * (full.shape[2] + heads)))
-    for start in range(0, length, size):
+    every = torch.arange(full.shape[1], device=q.device)[None, None] if indices is None else None
+    elements = heads * full.shape[1] if indices is None else indices.shape[2] * (full.shape[2] + heads)
+    size = max(1, _ELEMENTS // (batch * elements))
+    for start in range(0, max(length, 1), size):
         at = slice(start, start + size)
-        index = indices[:, at].long()
-        visible = (index >= lo[:, at, None]) & (index < hi[:, at, None])
+        index = indices[:, at].long() if every is None and indices is not None else every
+        assert index is not None
+        visible = ((index >= lo[:, at, None]) & (index < hi[:, at, None]))[:, :, None]
+        if every is not None:
+            visible = visible.expand(-1, -1, heads, -1).flatten(1, 2)[:, None]
         yield at, index.clamp(min=0) + row, visible

@@ -133,8 +133,9 @@ class Recording:
         if has_latent_kv(module):
             self.record_latents(module, k, v)
         else:
-            self._record(layer, "key", k, token_dim=2)
-            self._record(layer, "value", v, token_dim=2)
+            # On one device, the rows that a layer has compressed from several tokens come after the keys of the tokens.
+            self._record(layer, "key", k, token_dim=2, tokens=q.shape[2])
+            self._record(layer, "value", v, token_dim=2, tokens=q.shape[2])
         out, weights = (substitute or function)(module, q, k, v, *args, **kwargs)
         self._record(layer, "attention", out)
         return out, weights
@@ -167,24 +168,24 @@ class Recording:
         if x is not None:
             self._record(layer, quantity, x)
 
-    def _record(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1) -> None:
+    def _record(self, layer: str, quantity: str, x: Tensor, token_dim: int = 1, tokens: int | None = None) -> None:
         """Record ``x``, with the tokens along ``token_dim``, and in backward its gradient, as ``[batch, seq, ...]``."""
         place, calls = TensorPlace(layer, quantity), 1
         while place in self.tensors:  # the module is called several times in a forward
             calls += 1
             place = TensorPlace(f"{layer}, call {calls}", quantity)
-        self.tensors[place] = _on_cpu(x, token_dim)
+        self.tensors[place] = _on_cpu(x, token_dim, tokens)
         if x.requires_grad and torch.is_grad_enabled():
-            x.register_hook(partial(self._record_gradient, place, token_dim))
+            x.register_hook(partial(self._record_gradient, place, token_dim, tokens))
 
-    def _record_gradient(self, place: TensorPlace, token_dim: int, gradient: Tensor) -> None:
-        self.gradients[place] = _on_cpu(gradient, token_dim)
+    def _record_gradient(self, place: TensorPlace, token_dim: int, tokens: int | None, gradient: Tensor) -> None:
+        self.gradients[place] = _on_cpu(gradient, token_dim, tokens)
 
 
-def _on_cpu(x: Tensor, token_dim: int) -> Tensor:
-    """``x [batch, seq, ...]`` on the CPU, in float32 or float64."""
+def _on_cpu(x: Tensor, token_dim: int, tokens: int | None) -> Tensor:
+    """``x [batch, seq, ...]`` on the CPU, in float32 or float64, with all tokens or the first ``tokens``."""
     x = x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32))
-    return x.transpose(1, token_dim)
+    return x.transpose(1, token_dim)[:, :tokens]
 
 
 @contextmanager
