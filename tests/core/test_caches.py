@@ -366,6 +366,7 @@ KEPT: dict[str, str] = {
     "hf.calls.attention": "_spec",
     "hf.calls.forward": "_say_documents_are_apart",
     "hf.inspection.support": "_parameters",
+    "hf.mechanisms.compressors": "_running",
     "hf.mechanisms.indexers": "indexers _intervals",
     "hf.mechanisms.mixers": "_registered _running _compiled",
     "hf.calls.per_rank": "_RankArguments.tensors _RankArguments.values",
@@ -438,7 +439,7 @@ KEPT: dict[str, str] = {
         "HeadExchange.chunks"
     ),
     "strategies.invariant": "_RankTiles.of",
-    "strategies.row_exchange": "_cached",
+    "strategies.row_exchange": "_cached window_plan",
     "strategies.sequence_chunks": (
         "ChunkRows.lengths rows_of_sharding rows_in_rank_order SequenceChunks.size SequenceChunks.rank "
         "SequenceChunks.total"
