@@ -67,7 +67,10 @@ def test_tokens(pool: Pool, kind: str) -> None:
     calls = [("plain", LONG), ("padded", SOME), ("short", SOME), ("plain", {"max_new_tokens": 6, "num_beams": 3})]
     # two models with every kind of call, on 4 ranks too, and every layout
     on_four = {"llama": ("zigzag", "contiguous"), "mistral": ("striped",)}.get(kind, ())
-    calls = calls if on_four else calls[:2]
+    if kind == "deepseek_v3":  # latents of a rank without keys
+        calls, on_four = [*calls[:2], ("short", SOME)], ("zigzag",)
+    elif not on_four:
+        calls = calls[:2]
     reference = model_of(kind)
     expected = [reference.generate(**prompt(how), do_sample=False, **options) for how, options in calls]
     assert len(set(expected[0][0, 23:].tolist())) > 3  # the model does not repeat one token

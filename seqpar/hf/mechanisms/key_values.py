@@ -63,8 +63,11 @@ def has_latent_kv(layer: nn.Module) -> bool:
 def expand(layer: nn.Module, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
     """The layer's keys and values, each ``[batch, heads, seq, head_dim]``."""
     method: Any = getattr(type(layer), _METHOD)
+    tokens = latents.shape[2]
+    if not tokens:  # a rank without keys: the method's ``view(..., -1, ...)`` cannot have zero elements
+        latents, rotated = (x.new_zeros(*x.shape[:2], 1, x.shape[3]) for x in (latents, rotated))
     keys, values = method(layer, latents, rotated)
-    return keys, values
+    return keys[:, :, :tokens], values[:, :, :tokens]
 
 
 @contextmanager
