@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .base.checks import check_int
@@ -20,7 +19,8 @@ from .masks.mask import Mask, check_rows
 from .masks.rules import Documents
 from .sharding.sharding import Sharding
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch 2.15 does not import flex_attention itself, and its import is slow
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask
     from torch.nn.attention.varlen import AuxRequest as VarlenAuxRequest
 
 _ROWS, _PAIRS = 1024, 1 << 22  # of what a check looks at at a time: queries, and pairs of a query and a key
@@ -76,12 +76,14 @@ def flex_call(
         raise ValueError("return_aux: max_scores is not computed over a sharded sequence; request lse alone")
 
     def returned(out: Tensor, lse: Tensor | None) -> Any:
-        if return_aux is not None:
-            return out, AuxOutput(lse=lse if return_aux.lse else None)
-        return (out, lse) if return_lse else out
+        if return_aux is None:
+            return (out, lse) if return_lse else out
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
 
     def check(mask: Mask, sharding: Sharding) -> None:
-        _check_block_mask(cast(BlockMask, block_mask), mask, sharding, query)
+        _check_block_mask(cast("BlockMask", block_mask), mask, sharding, query)
 
     needs_lse = return_lse or (return_aux is not None and return_aux.lse)
     own = None if block_mask is None else check
@@ -266,6 +268,7 @@ class _CheckedIndices(TorchDispatchMode):
 
 def _seen(block_mask: BlockMask, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
     """What ``mask_mod`` shows to ``queries [pairs]`` of ``keys [pairs, width]``: ``[b or 1, h or 1, pairs, width]``."""
+    from torch.nn.attention.flex_attention import create_mask
 
     def at(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return block_mask.mask_mod(b, h, queries[i], keys[i, j])

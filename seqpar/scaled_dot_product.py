@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.nn.attention.flex_attention import flex_attention
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -691,12 +690,16 @@ def _varlen_attn(*args: Any, **kwargs: Any) -> Any:
     return _needs_fullgraph_false("varlen_attn", args, kwargs)
 
 
-_FLEX = _PythonFunction(flex_attention, flex_call, _flex_attention)
-
-
 def _python_functions() -> list[_PythonFunction]:
     # Importing varlen takes seconds. If nothing has imported it, nothing can call it.
-    return [_FLEX, _varlen()] if "torch.nn.attention.varlen" in sys.modules else [_FLEX]
+    return [_flex(), _varlen()] if "torch.nn.attention.varlen" in sys.modules else [_flex()]
+
+
+@cache
+def _flex() -> _PythonFunction:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return _PythonFunction(flex_attention, flex_call, _flex_attention)
 
 
 @cache

@@ -412,7 +412,7 @@ KEPT: dict[str, str] = {
     "ranks.mesh": "_mesh_groups _meshes _hosts",
     "ranks.processes": "_inherited",
     "ranks.rendezvous": "waits_in_vain",
-    "scaled_dot_product": "_reentrant _without_modules _Modules.masks _Modules.__init__ _varlen",
+    "scaled_dot_product": "_reentrant _without_modules _Modules.masks _Modules.__init__ _flex _varlen",
     "schedule.plan": (
         "AttentionPlan._steps AttentionPlan._inter_host_hops AttentionPlan._ranges AttentionPlan._host_ranges "
         "AttentionPlan._programs AttentionPlan.checksum AttentionPlan.longest AttentionPlan.dense "
