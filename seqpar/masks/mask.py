@@ -593,6 +593,11 @@ def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) 
         mask.plans[key] = result = Mask.by_heads([layer_mask(x, *key) for x in mask.head_groups])
     elif result is None:
         result = mask & Mask.causal() if causal else mask
+        if window is not None and any(isinstance(rule, AnyOf) and rule.has_tree for rule in mask.rules):
+            raise ValueError(
+                f"mask: {mask!r:.60}: a layer has a window of {window} tokens, which would be counted across the branches "
+                "of the tree inside of the union; pass the tree itself as the mask"
+            )
         if window is not None and any(isinstance(rule, Tree) for rule in mask.rules):
             along = (replace(rule, window=window) if isinstance(rule, Tree) else rule for rule in result.rules)
             result = Mask(tuple(along))

@@ -149,6 +149,11 @@ class AnyOf(_OfMasks):
         by_row = ([set(rows[row % len(rows)]) for rows in by_mask] for row in range(self.batch))
         return tuple(tuple(sorted(set.intersection(*cuts))) for cuts in by_row)
 
+    @property
+    def has_tree(self) -> bool:
+        rules = [rule for rules in self.masks for rule in rules]
+        return any(isinstance(rule, Tree) or (isinstance(rule, AnyOf) and rule.has_tree) for rule in rules)
+
     def parts(self, row: int, seq_len: int) -> Parts:
         return union([part for rules in self.masks for part in parts_of(rules, row, seq_len)], seq_len)
 

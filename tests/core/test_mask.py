@@ -387,6 +387,11 @@ def test_padding_without_an_end() -> None:
         (lambda: Mask.tree([-1, 0], [3]), ValueError, r"parents of \[2\] segments and lengths of \[1\]"),
         (lambda: Mask.tree([-1, 1], [3, 2]), ValueError, "segment 1 has parent 1; give -1 for a root"),
         (lambda: Mask.tree([-2], [3]), ValueError, "segment 0 has parent -2"),
+        (
+            lambda: layer_mask(Mask.tree([-1, 0], [3, 2]) | Mask.global_tokens(1), True, 4, None),
+            ValueError,
+            "a window of 4 tokens, which would be counted across the branches",
+        ),
         (lambda: Mask.tree([-1, 0, 0, 1], [3, 2, 2, 2]), ValueError, "segment 3 follows a segment outside the branch"),
         (lambda: Mask.tree([-1], [-3]), ValueError, r"lengths=\[-3\]: give lengths >= 0"),
         (lambda: Mask.tree([-1.0], [3]), TypeError, "tree parents=-1.0: expected an int"),
