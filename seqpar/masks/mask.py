@@ -595,8 +595,8 @@ def layer_mask(mask: Mask, causal: bool, window: int | None, chunk: int | None) 
         result = mask & Mask.causal() if causal else mask
         if window is not None and any(isinstance(rule, AnyOf) and rule.has_tree for rule in mask.rules):
             raise ValueError(
-                f"mask: {mask!r:.60}: a layer has a window of {window} tokens, which would be counted across the branches "
-                "of the tree inside of the union; pass the tree itself as the mask"
+                f"mask: {mask!r:.60}: a layer has a window of {window} tokens, which would be counted across the "
+                "branches of the tree inside of the union; pass the tree itself as the mask"
             )
         if window is not None and any(isinstance(rule, Tree) for rule in mask.rules):
             along = (replace(rule, window=window) if isinstance(rule, Tree) else rule for rule in result.rules)
