@@ -227,7 +227,7 @@ def _disjoint(lines: Sequence[Array]) -> tuple[list[Array], Array]:
 
 
 def parts_by_document(parts: Sequence[Runs], cuts: Sequence[int], seq_len: int) -> tuple[Array, Array, Array]:
-    """The parts of each document by itself: they depend on nothing but which pairs of its tokens are visible.
+    """The parts of each document, which depend on nothing but which pairs of its tokens are visible.
 
     Args:
         parts: of the mask of all documents.
@@ -235,9 +235,9 @@ def parts_by_document(parts: Sequence[Runs], cuts: Sequence[int], seq_len: int) 
         seq_len: where the last one ends.
 
     Returns:
-        The tokens of each document, ``[documents]``; the number of its parts, likewise; and ``lo`` and ``hi`` of each
-        query, counted from the beginning of its document, ``[2, most parts, seq_len]``. They are 0 in the parts that
-        the document does not have.
+        The number of tokens of each document and the number of its parts, both ``[documents]``. Then ``lo`` and ``hi``
+        of each query, counted from the beginning of its document, ``[2, most parts, seq_len]``. Both are 0 in the parts
+        that the document does not have.
     """
     edges = np.array([*(x for x in cuts if x < seq_len), seq_len])
     length = np.diff(edges)

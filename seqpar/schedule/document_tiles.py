@@ -69,7 +69,8 @@ class DocumentTiles:
 
         Args:
             parts: for each part of the mask and each batch row, or once for all of them, its intervals.
-            cuts: where documents begin, likewise for each batch row. No query sees keys of two documents.
+            cuts: where documents begin, for each batch row or once for all of them. No query sees keys of two
+                documents.
             seq_len, batch: the sizes.
         """
         of_rows = zip(*parts, strict=True)

@@ -243,9 +243,9 @@ def _rank_tiles(
 
 
 def _start(plan: RowPlan, call: AttentionCall, *messages: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Start to fetch tiles ``[1, m, ...]`` of tensors ``[b, s, ...]`` of all ranks; those of a message have one dtype.
+    """Start to fetch tiles ``[1, m, ...]`` of tensors ``[b, s, ...]`` of all ranks.
 
-    The function that is returned waits for them.
+    The tensors of a message have one dtype. The function that is returned waits for the tiles.
     """
     link = links_of(call.placement, messages[0][0].device).ulysses
     rows = [[x.flatten(0, 1).flatten(1) for x in message] for message in messages]

@@ -6,7 +6,6 @@ Shapes: b batch, q queries, k keys, h query heads, n KV heads as they are sent, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,8 +66,8 @@ class Kernel:
         self.needs_positions = score.needs_positions
         expanded_k = k if expansion is None else q
         backend = choice.backend(q, expanded_k, score, lse_gradient=lse_gradient, v_head_dim=v_head_dim)
+        self._unexpanded = backend
         self._backend: Backend | ExpandedKV = backend if expansion is None else ExpandedKV(backend, expansion)
-        self._together = partial(together, backend)  # for several parts
 
     def forward(
         self,
@@ -100,7 +99,7 @@ class Kernel:
             try:
                 if parts := seen():
                     if len(parts) > 1:
-                        parts = self._together(parts, q, k)
+                        parts = together(self._unexpanded, parts, q, k)
                     if isinstance(backend, ExpandedKV):
                         backend = backend if at is None else backend.of(at)
                         return backend.forward(q, k, v, parts, score, carry, last)
@@ -153,7 +152,7 @@ class Kernel:
         if not self._errors:
             try:
                 if len(parts := seen()) > 1:
-                    parts = self._together(parts, q, k)
+                    parts = together(self._unexpanded, parts, q, k)
                 if not parts:
                     grads.make(q, k, v)
                     grads.zero_new_()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ import seqpar
 import seqpar.hf
 from seqpar import Mask
 from seqpar.hf.mechanisms import indexers
+from seqpar.hf.mechanisms.compressors import Compressed, merge_compressed
 from seqpar.placement.layout import TokenLayout
 from seqpar.planner.model import model_of as plan_model
 from seqpar.planner.setting import Setting
@@ -496,3 +498,33 @@ def test_refused_compressed_keys(pool: Pool) -> None:
     assert "pack no documents" in packed
     assert "indexers with keys of their own" in generated
     assert "self_attn.compressor' (DeepseekV4CSACompressor) does not pool each window" in pools
+
+
+def test_merge_with_compressed_keys() -> None:
+    """Attention to tokens merged with attention to rows is one softmax. A query that sees no key gets 0."""
+    q, k, rows = torch.randn(2, 6, 3, 8), torch.randn(2, 5, 8), torch.randn(2, 4, 8)
+    before = torch.tensor([[0, 0, 1, 2, 4, 4]])
+    one_rank: Any = SimpleNamespace(unshard=lambda x: x, tokens=None, sequence_group=None)
+    seen = torch.rand(2, 6, 5) < 0.5
+    seen[:, 0] = False  # the first query sees neither a token nor a row
+    seen_rows = (torch.arange(4) < before[..., None]).expand(2, -1, -1)
+
+    def attend(q: Tensor, keys: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        scores = torch.einsum("bshd,bkd->bshk", q, keys).masked_fill(~seen[:, :, None], -torch.inf)
+        lse = scores.logsumexp(-1)  # [b, s, h]
+        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+        return torch.einsum("bshk,bkd->bshd", weights, keys), lse
+
+    every, seen_of_every = torch.cat([k, rows], 1), torch.cat([seen, seen_rows], 2)
+    expected, _ = attend(q.double(), every.double(), seen_of_every)
+
+    def error(x: Tensor) -> float:
+        return float((x - expected).norm() / expected.norm())
+
+    out, lse = attend(q, k, seen)
+    leaves = [x.requires_grad_() for x in (q.clone(), rows.clone(), out, lse.mT.clone())]
+    given = Compressed(one_rank, leaves[1], one_rank, None, before)
+    found = merge_compressed(leaves[0], leaves[2], leaves[3], given, 1.0)
+    assert_error(error(found.detach()), error(attend(q, every, seen_of_every)[0]))
+    assert not found[:, 0].any()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(found.sum(), leaves))

@@ -154,8 +154,6 @@ def attention_forward(
     check_inputs(q, k, v, weight)
     if isinstance(attention_mask, Compressed):
         check_unset(module, {"dropout": dropout, "softcap": softcap}, settings)
-        if s_aux is None:  # a query that sees no key would have no log-sum-exp
-            raise ValueError(f"{name}: attention to compressed keys without sinks (s_aux=None) is not supported")
         out, lse = attend(q, k, v, spec.having(return_lse=True), mask, sharding, sinks=s_aux)
         return merge_compressed(q, out, lse, attention_mask, scale), None
     return attend(q, k, v, spec, mask, sharding, sinks=s_aux, seed=seed, latent_weight=weight)[0], None

@@ -6,8 +6,8 @@ the key, and if the result is the indices of the highest scores. Both are tested
 result of ``torch.topk``.
 
 A sharded compressor is right if a row depends on nothing but the tokens of its window, or also of the window before
-it, and if a token sees the rows of windows that end before it, or those of them that an indexer chooses. The compressor
-runs on a few windows of random tokens, and again on the last one alone.
+it, and if a token sees every row whose window ends before it, or with an indexer the chosen ones of these rows. The
+compressor runs on a few windows of random tokens, and again on the last window alone.
 """
 
 from __future__ import annotations
@@ -164,4 +164,4 @@ def _check_windows(call: Call) -> None:
         index = torch.arange(count, device="cpu")
         seen &= (chosen[..., None] == index).any(2)
     if not torch.equal(bias[:, 0] == 0, seen):
-        raise ValueError("a token sees other rows than those of the windows that end before it")
+        raise ValueError("a token does not see exactly the rows whose windows end before it")

@@ -194,7 +194,7 @@ def _by_document(mask: Mask, row: int, positions: Tensor, seq_len: int, size: in
 
 
 def check_unset(layer: nn.Module, options: dict[str, Any], settings: Settings) -> None:
-    """Raise an error if ``layer``, which chooses or compresses keys, has an option that is computed without."""
+    """Raise a ValueError if ``layer``, which attends to chosen or compressed keys, has an option that it ignores."""
     name = f"layer {getattr(layer, 'layer_idx', '?')} ({type(layer).__name__})"
     for option, value in {
         **options,
@@ -202,8 +202,8 @@ def check_unset(layer: nn.Module, options: dict[str, Any], settings: Settings) -
     }.items():
         if value:
             raise ValueError(
-                f"{option}={value}: {name} attends to keys that it chooses or compresses, which is computed without; "
-                f"leave {option} out, or set it to 0"
+                f"{option}={value}: {name} attends to chosen or compressed keys, which does not support {option}; "
+                "leave it out, or set it to 0"
             )
 
 
