@@ -123,6 +123,10 @@ class SelfAttention(LayerPart):
             return mask
         return mask & (Mask.chunked(self.window) if self.chunked else Mask.sliding_window(*2 * (self.window - 1,)))
 
+    def more_pairs(self, seq_len: int) -> int:
+        """Pairs of a query and a key in one sequence besides the keys that ``sees`` has."""
+        return 0
+
     def has_groups(self, groups: int, ranks: int = 1) -> bool:
         """Whether ``Memory`` can compute it in groups of heads: of whole KV heads, without latents, and with a head for
         each of ``ranks`` Ulysses ranks."""

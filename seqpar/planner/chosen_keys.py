@@ -17,7 +17,7 @@ from .rank import RankTimeline
 from .split import ELEMENT_BYTES, FLOAT32_BYTES, Split
 
 # Computed at a time, 2^25 elements: the latents, their gradients, and these in float32.
-_CHUNK_BYTES = (2 + 2 + 4) * (1 << 25)
+CHUNK_BYTES = (2 + 2 + 4) * (1 << 25)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ChosenKeys(SelfAttention):
     def working(self, split: Split, pieces: int = 1) -> float:
         """dq and dout; all latents, their gradients in float32, and what is computed at a time."""
         latents = split.sequence_ranks * self.sent_kv * (ELEMENT_BYTES + FLOAT32_BYTES)
-        return split.most_tokens * (ELEMENT_BYTES * (self.d + self.d_out) + latents) + _CHUNK_BYTES
+        return split.most_tokens * (ELEMENT_BYTES * (self.d + self.d_out) + latents) + CHUNK_BYTES
 
     def record(self, rank: RankTimeline, backward: bool = False) -> None:
         """Record the forward, or the backward, which computes attention again. An indexer is not trained."""
@@ -74,20 +74,21 @@ class ChosenKeys(SelfAttention):
         nbytes = tokens * keys * (4 * ELEMENT_BYTES * self.sent_kv + 44 * self.heads)
         if backward:
             rank.compute("gradients of chosen keys", 3 * flops, 3 * nbytes)
-            self._gather(rank, "sums of gradients", self.sent_kv * FLOAT32_BYTES)
+            gather_rows(rank, "sums of gradients", tokens * self.sent_kv * FLOAT32_BYTES)
             return
         if self.index_heads:
             rank.compute("to the indexer", 2.0 * tokens * self.index_weights)
-            self._gather(rank, "keys of the indexer", self.index_dim * s.dtype.itemsize)
+            gather_rows(rank, "keys of the indexer", tokens * self.index_dim * s.dtype.itemsize)
             pairs = s.batch * _pairs_in_documents(s.mask, s.seq_len) / s.sequence_ranks * self.index_heads
             rank.compute("scores", 2.0 * self.index_dim * pairs, 6 * FLOAT32_BYTES * pairs)
-        self._gather(rank, "latents", self.sent_kv * s.dtype.itemsize)
+        gather_rows(rank, "latents", tokens * self.sent_kv * s.dtype.itemsize)
         rank.compute("attend to chosen keys", flops, nbytes)
 
-    def _gather(self, rank: RankTimeline, name: str, nbytes: int) -> None:
-        """Record an all-gather of ``nbytes`` of each token, or the reduce-scatter of as many, and wait for it."""
-        size, bandwidth = rank.split.most_tokens * nbytes, rank.split.hardware.all_gather
-        rank.timeline.wait(rank.among_all.gather(name, "indexer", "ulysses", size, bandwidth))
+
+def gather_rows(rank: RankTimeline, name: str, nbytes: int) -> None:
+    """Record an all-gather of each rank's ``nbytes``, or the reduce-scatter of as many, and wait for it."""
+    bandwidth = rank.split.hardware.all_gather
+    rank.timeline.wait(rank.among_all.gather(name, "indexer", "ulysses", nbytes, bandwidth))
 
 
 def _pairs_in_documents(mask: Mask, seq_len: int) -> float:

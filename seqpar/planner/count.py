@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from ..base.checks import check_int
 from .attention import SelfAttention
 from .chosen_keys import ChosenKeys
+from .compressed_keys import CompressedKeys, Streams
 from .mixer import Mixer
 from .mixer_sizes import mixer_of
 from .mlp import Mlp
@@ -118,6 +120,7 @@ def _model(config: Any) -> Any:
         transformers.AutoModelForMaskedLM,
         transformers.AutoModelForImageTextToText,
     )
+    config = deepcopy(config)  # on which transformers sets the attention of the model
     text = config.get_text_config()
     for size in (text.attribute_map.get(name, name) for name in _SIZES):
         if isinstance(value := vars(text).get(size), int):
@@ -154,6 +157,7 @@ class _SeenAttention(NamedTuple):
     window: int
     causal: bool
     is_own: bool  # whether the layer chooses the keys, by indices or a mask of its own
+    shares_kv: bool  # whether k and v are the same tensor
 
 
 class _CountedRun(TorchDispatchMode):
@@ -168,6 +172,7 @@ class _CountedRun(TorchDispatchMode):
         self.names = {module: name for name, module in model.named_modules()}
         self.calls: list[_SeenAttention] = []
         self.hidden = dict[nn.Module, int]()  # of the modules that ran
+        self.streams = dict[nn.Module, int]()  # of the modules that ran with several vectors a token
         self._masks: list[tuple[Tensor, int, bool]] = []  # of the model: their window, and whether they are causal
         self._inside: list[nn.Module] = []  # that run at this moment, from the model to the innermost one
         self._flops = Counter[nn.Module]()
@@ -207,10 +212,11 @@ class _CountedRun(TorchDispatchMode):
         self._inside.append(module)
         if module in self.hidden and self.hidden[module] and next(module.parameters(), None) is not None:
             self.hidden[module] *= -1  # it runs again
-        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        self.hidden.setdefault(
-            module, next((x.shape[2] for x in given if x.shape[:2] == (1, _TOKENS) and x.dim() == 3), 0)
-        )
+        tensors = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        given = [x.shape for x in tensors if x.shape[:2] == (1, _TOKENS)]
+        self.hidden.setdefault(module, next((shape[2] for shape in given if len(shape) == 3), 0))
+        if given and len(given[0]) == 4:
+            self.streams[module], self.hidden[module] = given[0][2:]
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         self._inside.pop()
@@ -235,7 +241,7 @@ class _CountedRun(TorchDispatchMode):
         is_own = attention_mask is not None and not found
         is_own = is_own or any("indices" in name and x is not None for name, x in kwargs.items())
         window = kwargs.get("sliding_window") or window
-        self.calls.append(_SeenAttention(module, q.shape, k.shape, v.shape, window, causal, is_own))
+        self.calls.append(_SeenAttention(module, q.shape, k.shape, v.shape, window, causal, is_own, k is v))
         return q.new_empty(len(q), q.shape[2], q.shape[1], v.shape[3]), None
 
     def flops(self, module: nn.Module | None = None) -> float:
@@ -289,6 +295,13 @@ class _CountedLayer:
         self.rest = [child for child in module.children() if child in run.hidden and [*child.parameters()]]
         self.flops_apart = 0.0  # weights that multiply a token in a mixer, an indexer or a router
         self.indexer: list[nn.Linear] = []
+        self.streams: list[LayerPart] = []
+        if streams := run.streams.get(module):
+            connections = [child for child in self.rest if child in run.streams and not _matrices(child)]
+            self.rest = [child for child in self.rest if child not in connections]
+            self.flops_apart = run.flops(module) - sum(map(run.flops, module.children()))
+            weights = sum(map(run.flops, connections))
+            self.streams = [Streams(self.hidden, streams, int(weights), int(self.flops_apart))]
         if self.call:
             self._of_attention = next(x for x in self.rest if self.call.module in {*x.modules()})
             self.rest.remove(self._of_attention)
@@ -296,7 +309,7 @@ class _CountedLayer:
 
     def parts(self, mixer: Mixer | None) -> tuple[LayerPart, ...]:
         """What the layer computes; ``mixer`` is the mixer of the configuration."""
-        found: list[LayerPart] = [self._attention(self.call)] if self.call else []
+        found = [*self.streams, *([self._attention(self.call)] if self.call else [])]
         for child in self.rest:
             if mixer and sum(w.numel() for w in _matrices(child)) == mixer.row.weights:
                 self.flops_apart += self.run.flops(child)
@@ -311,11 +324,14 @@ class _CountedLayer:
             linear = [x for x in module.children() if isinstance(x, nn.Linear)]
             sizes = sorted(x.out_features for x in linear)
             if len(linear) == 3 and self.call and self.call.is_own and sizes[0] * sizes[1] == sizes[2]:
-                self.indexer, self.flops_apart = linear, self.run.flops(module)
+                self.indexer = linear
+                self.flops_apart += self.run.flops(module)
 
     def _attention(self, call: _SeenAttention) -> SelfAttention:
         _, q, k, v, window, *_ = call
         heads, kv_heads, head_dim, v_head_dim = q[1], k[1], q[3], v[3]
+        if call.shares_kv:
+            return self._compressed(call)
         if q[2] != _TOKENS or k[2] != _TOKENS:
             raise ValueError(f"model: {self.name} attends with {q[2]} of {_TOKENS} tokens to {k[2]}: not modelled")
         if kv_heads > heads or heads % kv_heads:
@@ -346,6 +362,25 @@ class _CountedLayer:
         index_heads, index_dim = of_index or (0, 0)
         keys = self.run.entries["index_topk"]
         return ChosenKeys(*sizes, gated, keys=keys, index_heads=index_heads, index_dim=index_dim)
+
+    def _compressed(self, call: _SeenAttention) -> CompressedKeys:
+        """Attention whose values are its keys. ``seqpar.hf`` finds compressors and indexers by the same attributes."""
+        heads, kv_heads, head_dim = call.q[1], call.k[1], call.q[3]
+        more: dict[str, Any] = {}
+        if (compressor := getattr(call.module, "compressor", None)) is not None:
+            overlaps = compressor.kv_proj.out_features > head_dim
+            more = {"size": compressor.compress_rate, "overlaps": overlaps}
+            if (indexer := getattr(compressor, "indexer", None)) is not None:
+                self.flops_apart += self.run.flops(indexer)
+                more |= {"keys": indexer.index_topk, "index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
+        linear = [x for x in self._of_attention.modules() if isinstance(x, nn.Linear)]
+        rank = next((x.in_features for x in linear if x.out_features == heads * head_dim != self.hidden), 0)
+        sizes = self.hidden, heads, kv_heads, head_dim, 0, rank
+        known = CompressedKeys(*sizes, window=call.window, weights_out=1, **more).row
+        weights = sum(w.numel() for w in _matrices(self._of_attention))
+        return CompressedKeys(
+            *sizes, window=call.window, weights_out=int(weights - known.before - known.unused), **more
+        )
 
     def _mlp(self) -> list[Mlp]:
         """The MLP: two equal matrices, or three with a gate, of each expert and of the shared expert."""

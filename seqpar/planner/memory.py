@@ -72,7 +72,7 @@ def _norm_bytes(block: Sequence[LayerPart], split: Split) -> float:
 
 def _checkpointed(layer: Layer, split: Split, switches: Switches) -> list[float]:
     """Bytes of each tensor that a layer keeps if it is recomputed, the layer's input first."""
-    kept = [float(split.most_tokens * ELEMENT_BYTES * layer.parts[0].hidden)]
+    kept = [float(split.most_tokens * ELEMENT_BYTES * layer.streams * layer.parts[0].hidden)]
     if switches.recompute == "keep_attention":
         kept += [nbytes for part in layer.parts for nbytes in part.checkpointed(split)]
     return kept

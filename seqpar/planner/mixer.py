@@ -27,7 +27,7 @@ from .rank import RankTimeline
 from .split import ELEMENT_BYTES, FLOAT32_BYTES, Split
 
 _META = torch.device("meta")
-_Rows = tuple[tuple[int, ...], tuple[int, ...]]  # that a rank sends to each rank, and receives from it
+Rows = tuple[tuple[int, ...], tuple[int, ...]]  # that a rank sends to each rank, and receives from it
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Mixer(LayerPart):
         elif s.ulysses > 1:
             rows = _halo_rows(s.tokens, rank.ulysses, s.mask, s.batch, self.width - 1)
             row_bytes = self.channels * (FLOAT32_BYTES if backward else s.dtype.itemsize)
-            _exchange(rank, "rows before", rows, row_bytes, backward)
+            exchange_rows(rank, "rows before", rows, row_bytes, backward)
 
     def _recurrence(self, rank: RankTimeline, times: int, backward: bool) -> None:
         """Record ``times`` the recurrence. With states, two passes over this rank's tokens come before the messages."""
@@ -127,7 +127,7 @@ class Mixer(LayerPart):
         one_pass = self._seconds(s, self.heads, self.groups, rank.tokens)
         before, after = (1, 2) if backward else (2, 1)
         rank.timeline.compute("recurrence", before * times * one_pass)
-        _exchange(rank, "states", _state_rows(s.tokens, rank.ulysses, s.mask, s.batch), state_bytes, backward)
+        exchange_rows(rank, "states", _state_rows(s.tokens, rank.ulysses, s.mask, s.batch), state_bytes, backward)
         rank.timeline.compute("recurrence", after * times * one_pass)
 
     def _seconds(self, split: Split, heads: int, groups: int, tokens: int) -> float:
@@ -174,7 +174,7 @@ class Mixer(LayerPart):
         ToHeads.backward(ctx, *tensors(s.seq_len, (len(own), self.of_head), (len(shared), self.of_group)))
 
 
-def _exchange(rank: RankTimeline, name: str, rows: _Rows, row_bytes: int, backward: bool) -> None:
+def exchange_rows(rank: RankTimeline, name: str, rows: Rows, row_bytes: int, backward: bool) -> None:
     """Record an all-to-all of rows that are sent and received; of their gradients in the other direction."""
     sent, received = (
         [(peer, row_bytes * n) for peer, n in enumerate(x) if n] for x in (reversed(rows) if backward else rows)
@@ -183,12 +183,12 @@ def _exchange(rank: RankTimeline, name: str, rows: _Rows, row_bytes: int, backwa
 
 
 @lru_cache(maxsize=256)
-def _halo_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int) -> _Rows:
+def _halo_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int, width: int) -> Rows:
     rows = halo_plan(tokens, rank, mask, batch, width, torch.device("cpu")).rows
     return rows.sends, rows.receives
 
 
 @lru_cache(maxsize=256)
-def _state_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int) -> _Rows:
+def _state_rows(tokens: TokenLayout, rank: int, mask: Mask, batch: int) -> Rows:
     rows = state_plan(tokens, rank, mask, batch, torch.device("cpu")).rows
     return rows.sends, rows.receives

@@ -1,7 +1,8 @@
 """``LayerPart``: a kind of layer, as a row of sizes with what it computes, sends and keeps.
 
 Each kind has one class in a file of its own: ``SelfAttention`` (``attention.py``), ``ChosenKeys`` (``chosen_keys.py``),
-``Mixer`` (``mixer.py``), ``CrossAttention`` and ``Mlp`` (``mlp.py``). A new kind is another subclass.
+``CompressedKeys`` and ``Streams`` (``compressed_keys.py``), ``Mixer`` (``mixer.py``),
+``CrossAttention`` and ``Mlp`` (``mlp.py``). A new kind is another subclass.
 """
 
 from __future__ import annotations

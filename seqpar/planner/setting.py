@@ -74,5 +74,6 @@ class Setting(Split):
 
 @lru_cache(maxsize=16)
 def _mean_pairs(model: ModelShape, mask: Mask, seq_len: int) -> int:
-    seen = ((x.count, x.sees(mask, seq_len)) for x in model.layers if x.attention)
-    return sum(count * visible_pairs(mask, seq_len) for count, mask in seen) // model.depth
+    seen = ((x.count, x.attention, x.sees(mask, seq_len)) for x in model.layers if x.attention)
+    pairs = (count * (visible_pairs(mask, seq_len) + x.more_pairs(seq_len)) for count, x, mask in seen)
+    return sum(pairs) // model.depth

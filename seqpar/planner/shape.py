@@ -10,6 +10,7 @@ from itertools import groupby
 from ..base.checks import check_int
 from ..masks.mask import Mask
 from .attention import SelfAttention
+from .compressed_keys import Streams
 from .mlp import Mlp
 from .part import LayerPart
 from .rank import RankTimeline
@@ -46,6 +47,11 @@ class Layer:
     def attention(self) -> SelfAttention | None:
         """The self-attention; None for layers without it."""
         return next((part for part in self.parts if isinstance(part, SelfAttention)), None)
+
+    @property
+    def streams(self) -> int:
+        """The number of residual streams."""
+        return next((part.streams for part in self.parts if isinstance(part, Streams)), 1)
 
     def sees(self, mask: Mask, seq_len: int) -> Mask:
         """Which keys the queries of these layers see in a sequence with ``mask``."""

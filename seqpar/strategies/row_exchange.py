@@ -8,7 +8,7 @@ Shapes: b batch, s tokens of this rank, n items of this rank, w elements of a ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -332,17 +332,32 @@ def window_plan(tokens: TokenLayout, rank: int, batch: int, size: int, before: i
         held, layout, offsets = _held(tokens), window_layout(tokens, size), torch.arange(size, device="cpu")
         runs = [shard_ranges(tokens.seq_len // size, tokens.ranks, peer, layout) for peer in range(tokens.ranks)]
 
-        def numbers(ranges: list[range]) -> Tensor:
-            return torch.tensor([i for r in ranges for i in r], dtype=torch.int64, device="cpu")
+        def needed(ranges: Iterable[range], more: int = before) -> Tensor:
+            """Windows, and ``more`` before each of their runs."""
+            found = (range(max(0, r.start - more), r.stop) for r in ranges if r)
+            return torch.tensor([i for r in found for i in r], dtype=torch.int64, device="cpu")
 
-        every = [numbers([range(max(0, r.start - before), r.stop) for r in of_rank]) for of_rank in runs]
-        by_rank = [(windows[:, None] * size + offsets).flatten() for windows in every]
-        wanted = [_keys([x[_find_positions(y, x) < 0]], batch) for x, y in zip(by_rank, held, strict=True)]
-        keys = by_rank[rank] * batch + torch.arange(batch, device="cpu")[:, None]  # [b, windows * size]
+        def tokens_of(windows: Tensor) -> Tensor:
+            return (windows[:, None] * size + offsets).flatten()
+
+        first = runs  # which windows, and the windows before, have tokens of other ranks
+        if tokens.layout != "striped":  # where tokens alternate, all windows; else the first one that ends in a run
+            first = [
+                tuple(range(r.start // size, min(r.start // size + 1, r.stop // size)) for r in of_rank)
+                for of_rank in (
+                    shard_ranges(tokens.seq_len, tokens.ranks, x, tokens.layout) for x in range(tokens.ranks)
+                )
+            ]
+        wanted = [
+            _keys([x[_find_positions(y, x) < 0]], batch)
+            for x, y in zip((tokens_of(needed(of_rank)) for of_rank in first), held, strict=True)
+        ]
+        every = needed(runs[rank])
+        keys = tokens_of(every) * batch + torch.arange(batch, device="cpu")[:, None]  # [b, windows * size]
         owners = _Owners(rank, tokens.ranks, batch, lambda r, x: _find_positions(held[r], x), len(held[rank]))
-        own = torch.isin(every[rank], numbers([*runs[rank]])).nonzero().flatten()
+        own = torch.isin(every, needed(runs[rank], 0)).nonzero().flatten()
         rows = owners.plan(wanted, keys.flatten()).on(device)
-        return WindowPlan(rows, upload(every[rank], device), upload(own, device))
+        return WindowPlan(rows, upload(every, device), upload(own, device))
 
     return cached_tensors(("windows", tokens, rank, batch, size, before), device, make)
 

@@ -109,7 +109,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {
         "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
         "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8}, "head_dim": 32,
-        "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "o_groups": 2,
+        "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "o_groups": 4,
     },
     "dots3_note_text": {  # otherwise its layer with a window is 1,000 times as large as the others
         **_INDEXER,

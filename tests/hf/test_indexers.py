@@ -34,7 +34,7 @@ from seqpar.planner.step import step
 
 from ..pool import Pool, on_ranks
 from ..reference import assert_error
-from ..settings import H100
+from ..settings import H100, sent_bytes
 from .families import Family, make_batch, one_process, tiny
 from .test_generate import Allocations
 from .test_mixers import MODELS, Case, Expected, check, check_errors, gradients, one_process_of
@@ -445,16 +445,20 @@ def sent_with_compressed_keys(group: ProcessGroup, layout: str) -> list[tuple[in
 
 V4_SIZES: dict[str, Any] = {  # of ``families.OVERRIDES``
     "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 8}, "head_dim": 32,
-    "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "o_groups": 2,
+    "index_head_dim": 16, "index_n_heads": 16, "index_topk": 6, "o_groups": 4,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_bytes_of_compressed_keys(pool: Pool, layout: Any) -> None:
-    """Beside the window: the projected rows of windows across borders, and all compressed rows."""
+    """Beside the window: the projected rows of windows across borders, and all compressed rows. As the planner says."""
     rows, tokens, ranks = 2, 46, 3
+    shape = plan_model(model_of(V4).config)
+    setting = Setting(H100, Mask.causal(), tokens, rows, model=shape, ring=ranks, layout=layout, dtype=torch.float32)
     held = [TokenLayout(tokens, layout, ranks).rank_positions(rank).tolist() for rank in range(ranks)]
     for rank, (window, *found) in enumerate(pool.run(ranks, sent_with_compressed_keys, layout)):
+        planned = [sent_bytes(split, rank, layer.attention) for layer, split in setting.layers]
+        assert [tuple(map(sum, of_layer)) for of_layer in planned] == [window, *found]
         for (size, before, width, index), (forward, backward) in zip(
             ((3, 1, 32, 16), (8, 0, 32, 0)), found, strict=True
         ):

@@ -21,6 +21,7 @@ from seqpar.comm.waiting import Pending
 from seqpar.hf.mechanisms.mixers import _FUNCTIONS
 from seqpar.placement.layout import LAYOUTS
 from seqpar.planner.chosen_keys import ChosenKeys
+from seqpar.planner.compressed_keys import CompressedKeys
 from seqpar.planner.memory import layer_activations
 from seqpar.planner.mixer import Mixer
 from seqpar.planner.mlp import Mlp
@@ -77,6 +78,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1,
         "topk_group": 1,
     },
+    "deepseek_v4": {
+        "layer_types": [
+            "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention", "sliding_attention"
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32}, "o_groups": 4,
+        "o_lora_rank": 8, "q_lora_rank": 24, "num_key_value_heads": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "index_n_heads": 4, "index_head_dim": 16, "index_topk": 8, "sliding_window": 8,
+    },
     "glm_moe_dsa": {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2, "index_topk_freq": 2},
 }  # fmt: skip
 
@@ -106,11 +115,14 @@ def test_weights_are_those_of_transformers(kind: str) -> None:
     config = transformers_config(kind)
     with torch.device("meta"):
         model = sys.modules["transformers"].AutoModelForCausalLM.from_config(config)
+    words = "gate.weight", "router", "A_log", "position_bias", "hc_head.hc_fn"
     others = sum(
         p.numel() for name, p in model.named_parameters()
-        if p.dim() == 1 or any(word in name for word in ("gate.weight", "router", "A_log"))
+        if p.dim() == 1 or any(word in name for word in words)
     )  # fmt: skip
+    before = config._attn_implementation
     shape = model_of(config)
+    assert config._attn_implementation == before  # the caller may train with this configuration
     assert shape.parameters == sum(p.numel() for p in model.parameters())
     assert shape.other_weights == others
     if [*CONFIGS].index(kind) % 3 == 0:
@@ -365,6 +377,22 @@ def test_plans(name: str) -> None:
     recomputed = next(x for x in seqpar.plan(name, 1 << 17, 32, recompute="full").choices)
     assert "model.activation_checkpointing_enable()" in plan.code(recomputed)
     assert "Memory(" not in plan.code(recomputed)
+
+
+def test_compressed_keys_are_pairs() -> None:
+    """Of a layer with all rows before a query, and of one whose indexer chooses a few; and layers keep all streams."""
+    shape, tokens = shape_of("deepseek_v4"), 300
+    for layer in shape.layers:
+        part = layer.attention
+        assert isinstance(part, CompressedKeys)
+        rows = [(i + 1) // part.size if part.size else 0 for i in range(tokens)]
+        assert part.more_pairs(tokens) == sum(min(n, part.keys or n) for n in rows)
+        setting = Setting(H100, Mask.causal(), tokens, model=shape, ring=2)
+        assert layer_activations(layer, setting, Switches("full")) == 4 * 64 * 150 * 2
+    assert {x.attention.size for x in shape.layers if isinstance(x.attention, CompressedKeys)} == {0, 4, 32}
+    assert seqpar.plan(shape, 1 << 14, 4).pairs > seqpar.plan(changed(shape, CompressedKeys, size=0), 1 << 14, 4).pairs
+    with pytest.raises(ValueError, match="the model compresses 4 tokens to a key"):
+        seqpar.plan(shape, 1 << 14, 4, mask=Mask.documents([0, 100, 1 << 14]))
 
 
 def test_an_indexer_limits_the_pairs_of_attention() -> None:

@@ -115,6 +115,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
         )},
         27.0e9, 27.0e9,
     ),
+    "deepseek-v4-flash": ({"model_type": "deepseek_v4"}, 284e9, 13e9),
     "gpt2": ({"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257}, 124e6, 124e6),
 }  # fmt: skip
 
@@ -124,7 +125,7 @@ def counted(given: dict[str, Any]) -> ModelShape:
     return model_of(given)
 
 
-@pytest.mark.thorough(name=["deepseek-v3", "qwen3-235b-a22b"])
+@pytest.mark.thorough(name=["deepseek-v3", "deepseek-v4-flash", "qwen3-235b-a22b"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_of_models_are_those_that_their_cards_name(name: str) -> None:
     """All and active ones; the cards round, and some count the embedding as active."""

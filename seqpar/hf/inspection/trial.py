@@ -296,11 +296,12 @@ def _scales_together(linear: nn.Module, args: Any, output: Any) -> bool:
         return False
     if len(args) != 1 or not isinstance(output, Tensor):
         return False
-    x = args[0].flatten(0, -2)[:2]  # [tokens, channels]
-    if len(x) < 2 or output.shape[:-1] != args[0].shape[:-1]:
+    x = args[0]  # [tokens, channels] or [rows, tokens, ..., channels], whose first token is not changed
+    if x.shape[:-1].numel() < 2 or output.shape[:-1] != x.shape[:-1]:
         return False
-    large = torch.cat([x[:1], 1e3 * x[1:] + 1e3])
-    ours, theirs = linear.forward(x)[0], linear.forward(large)[0]
+    large, first = 1e3 * x + 1e3, (0,) * min(2, x.dim() - 1)
+    large[first] = x[first]
+    ours, theirs = linear.forward(x)[first], linear.forward(large)[first]
     return float((ours - theirs).abs().max()) > _tolerance(ours)
 
 
