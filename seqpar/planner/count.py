@@ -374,7 +374,7 @@ class _CountedLayer:
                 self.flops_apart += self.run.flops(indexer)
                 more |= {"keys": indexer.index_topk, "index_heads": indexer.num_heads, "index_dim": indexer.head_dim}
         linear = [x for x in self._of_attention.modules() if isinstance(x, nn.Linear)]
-        rank = next((x.in_features for x in linear if x.out_features == heads * head_dim != self.hidden), 0)
+        rank = next(x.in_features for x in linear if x.out_features == heads * head_dim)
         sizes = self.hidden, heads, kv_heads, head_dim, 0, rank
         known = CompressedKeys(*sizes, window=call.window, weights_out=1, **more).row
         weights = sum(w.numel() for w in _matrices(self._of_attention))

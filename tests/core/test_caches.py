@@ -400,6 +400,7 @@ KEPT: dict[str, str] = {
         "ParallelContext.tensor_meshes ParallelContext.tensor"
     ),
     "planner.attention": "AttentionTimeline._pairs_by_step _pairs_by_owner",
+    "planner.compressed_keys": "_window_rows",
     "planner.forecast": "calibration",
     "planner.mixer": "_halo_rows _state_rows",
     "planner.setting": "_mean_pairs",

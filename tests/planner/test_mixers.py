@@ -384,7 +384,7 @@ def test_compressed_keys_are_pairs() -> None:
     shape, tokens = shape_of("deepseek_v4"), 300
     for layer in shape.layers:
         part = layer.attention
-        assert isinstance(part, CompressedKeys)
+        assert isinstance(part, CompressedKeys) and part.q_rank == 24
         rows = [(i + 1) // part.size if part.size else 0 for i in range(tokens)]
         assert part.more_pairs(tokens) == sum(min(n, part.keys or n) for n in rows)
         setting = Setting(H100, Mask.causal(), tokens, model=shape, ring=2)
