@@ -129,12 +129,15 @@ def _model(config: Any) -> Any:
     if auto is None:
         raise ValueError(f"model: transformers has no language model for model_type={config.model_type!r}")
     with torch.device("meta"):
-        return _tried(partial(auto.from_config, config, attn_implementation="eager"), f"{type(config).__name__}")
+        return _tried(partial(auto.from_config, config, attn_implementation="eager"), type(config).__name__, text)
 
 
-def _tried(function: Callable[[], T], what: str) -> T:
-    """The result of a function of transformers, which raises errors of many types for entries that do not fit."""
-    from transformers import logging
+def _tried(function: Callable[[], T], what: str, config: Any = None) -> T:
+    """The result of a function of transformers, which raises errors of many types for entries that do not fit.
+
+    If the error is about None, it names the entries of ``config`` that are None.
+    """
+    from transformers import PreTrainedConfig, logging
 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # that kernels are missing does not matter here
@@ -142,6 +145,10 @@ def _tried(function: Callable[[], T], what: str) -> T:
         return function()
     except Exception as error:
         reason = " ".join(str(error).split())
+        if config is not None and "None" in reason:
+            common = vars(PreTrainedConfig())
+            unset = ", ".join(name for name, x in vars(config).items() if x is None and name not in common)
+            reason += f"; entries that are None: {unset}; set the sizes among them"
         raise ValueError(f"model: {what}: transformers raises {type(error).__name__}: {reason}") from error
     finally:
         logging.set_verbosity(verbosity)

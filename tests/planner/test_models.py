@@ -243,6 +243,7 @@ MIXTRAL: dict[str, Any] = {**LLAMA, "model_type": "mixtral", "num_local_experts"
         ({**LLAMA, "model_type": "lama"}, "model_type='lama' is none that transformers .* has"),
         ({"hidden_size": 8, "num_attention_heads": 2}, "model_type=None is none"),
         (config("falcon", 2, 64, 4, vocab_size=64), "Falcon.* calls attention through .* AttentionInterface"),
+        ({"model_type": "diffusion_gemma"}, "None: .*num_experts, top_k_experts, moe_intermediate_size; set the sizes"),
         ({**LLAMA, "model_type": "t5"}, "no language model for model_type='t5'"),
     ],
 )
