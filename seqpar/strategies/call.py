@@ -127,7 +127,8 @@ class AttentionCall:
             return _NOTHING
         (batch, _, heads, dim), (_, _, kv_heads, _), (_, _, _, v_dim) = shapes
         what = batch, heads, dim, kv_heads, v_dim, dtype.itemsize, self.plan.checksum, spec_checksum(self.spec)
-        return call(self.placement.sequence_group, direction, *what)
+        has = self.score.sinks is not None, self.score.alibi_slopes is not None
+        return call(self.placement.sequence_group, direction, *what, *has)
 
     def kernel(
         self, q: Tensor, k: Tensor, v: Tensor, heads: Heads | None = None, *, lse_gradient: bool = False

@@ -54,6 +54,13 @@ def results_of(name: str, group: ProcessGroup, seed: int, whole: bool = True) ->
     return tuple(sharding.unshard(y) if whole else y for y in (out.detach(), dx))
 
 
+def results_with(x: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The whole result and gradient of a call of attention, as ``results_of`` returns them."""
+    out = seqpar.attention(x, x, x, **arguments)
+    (dx,) = torch.autograd.grad(out.square().sum(), x)
+    return tuple(arguments["sharding"].unshard(y) for y in (out.detach(), dx))
+
+
 def same(some: Sequence[Any], others: Sequence[Tensor]) -> bool:
     pairs = zip(some, others, strict=True)
     return all(isinstance(a, Tensor) and torch.allclose(a, b, rtol=1e-10, atol=1e-10) for a, b in pairs)
@@ -83,6 +90,8 @@ def differing(name: str, group: ProcessGroup) -> dict[str, Callable[[], object]]
     if name in ("ring", "ulysses"):
         options: dict[str, Any] = {"sharding": sharding, "strategy": name}
         others["another mask"] = lambda: seqpar.attention(x, x, x, mask=seqpar.Mask.sliding_window(5), **options)
+        for argument in ("sinks", "alibi_slopes"):
+            others[argument] = partial(results_with, x.requires_grad_(), {argument: torch.ones(4), **options})
         others["another scale"] = lambda: seqpar.attention(x, x, x, softmax_scale=0.3, **options)
         moved = seqpar.Sharding(SEQ_LEN, "zigzag", group=group)
         others["another layout"] = lambda: seqpar.attention(x, x, x, sharding=moved, strategy=name)
