@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..base.checks import DTYPES, check_alike
 from ..masks.mask import Mask
-from ..ranks.calls import check_tag, current, current_tag
+from ..ranks.calls import calls_of, check_tag, current, current_tag
 from ..ranks.in_process import RankInProcess
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
@@ -65,14 +65,24 @@ def fingerprint(*values: object) -> Fingerprint:
 
 @contextmanager
 def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
-    """If the block raises on this rank, the next ``all_gather_header`` of the other ranks raises instead of hanging."""
+    """If the block raises on this rank, the next ``all_gather_header`` of the other ranks raises instead of hanging.
+
+    An error that comes after a call in the block is left alone: the ranks have told one another in this call.
+    """
+    before = _calls_made(ranks)
     try:
         yield
     except Exception:
-        if ranks is not None and ranks.size() > 1:
+        if ranks is not None and ranks.size() > 1 and _calls_made(ranks) == before:
             with contextlib.suppress(RuntimeError), _call(ranks) as number:  # the error to raise is the block's
                 _unwaited.append(_start([_FAILED, number], ranks, _PATIENCE))
         raise
+
+
+def _calls_made(ranks: Ranks | None) -> int:
+    if ranks is None or ranks.size() == 1 or isinstance(parent := parent_group(ranks), RankInProcess):
+        return 0
+    return calls_of(parent).made
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ..base.checks import check_int, check_module, no_compile
+from ..comm.handshake import propagate_errors
 from ..layers.loss import token_loss
 from ..patching.replaced import replaced
 from ..sharding.sharding import Sharding
@@ -58,14 +59,28 @@ def tiled_loss(
         same on every rank.
 
     Raises:
-        TypeError: ``head`` is not a module.
+        TypeError: ``head`` is not a module, or ``hidden`` or ``labels`` not a tensor.
         ValueError: ``hidden`` and ``labels`` do not fit together, or an argument does not fit ``seqpar.token_loss``.
+        RuntimeError: another rank raised an error, and there is no ``sharding``.
 
     Example:
         >>> loss = seqpar.tiled_loss(model.lm_head, hidden, labels, mesh=mesh)
     """
+    where: Any = {"mesh": mesh, "group": group}
+    # The ranks that a handshake of ``token_loss`` would wait for this rank.
+    waiting = None if sharding is not None else Sharding(0, "contiguous", **where).all_ranks
+    with propagate_errors(waiting):
+        losses = _losses(head, hidden, labels, tokens, ignore_index)
+    return token_loss(losses, labels, **where, sharding=sharding, ignore_index=ignore_index, gradients=gradients)
+
+
+def _losses(head: nn.Module, hidden: Tensor, labels: Tensor, tokens: int, ignore_index: int) -> Tensor:
+    """The cross-entropy of each of this rank's tokens, ``[b, s]``."""
     check_module("head", head)
     check_int("tokens", tokens, 1)
+    for name, x in (("hidden", hidden), ("labels", labels)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}={type(x).__name__}: expected a tensor")
     if hidden.dim() != 3 or hidden.shape[:2] != labels.shape:
         raise ValueError(
             f"hidden: shape {tuple(hidden.shape)}, but labels have {tuple(labels.shape)}; expected [batch, seq_local, "
@@ -91,7 +106,4 @@ def tiled_loss(
     with replaced(core, forward=run):
         losses: Tensor = head(hidden)
     # ``fully_shard`` may cast the output to a lower precision.
-    losses = losses if losses.dtype == results[0].dtype else results[0]
-    return token_loss(
-        losses, labels, mesh=mesh, group=group, sharding=sharding, ignore_index=ignore_index, gradients=gradients
-    )
+    return losses if losses.dtype == results[0].dtype else results[0]

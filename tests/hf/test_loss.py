@@ -27,6 +27,7 @@ import seqpar.hf
 from seqpar.hf.losses.logits import fused_cross_entropy
 
 from ..live_bytes import LiveBytes
+from ..observe import message_of
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
 from .workers import (
@@ -486,20 +487,41 @@ def test_log_probs_and_their_gradients(pool: Pool, kind: str, how: str, world: i
 
 @on_ranks
 def other_log_probs(group: ProcessGroup) -> None:
-    """Without labels, with shifted labels, of a batch from ``shard_batch``, and with ``outputs="local"``."""
+    """Without labels, with shifted labels, of a batch from ``shard_batch``, and with ``outputs="local"``.
+
+    Without labels, padding and the first token of each document get no label, however the documents are given.
+    """
     batch, model = make_batch("packed"), seqpar.hf.parallelize(tiny("llama"), group=group)
     unlabelled = {name: x for name, x in batch.items() if name != "labels"}
     every = batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)
     full = F.pad(from_logits("llama", batch), (0, 1))
     local = seqpar.Sharding(45, "zigzag", group=group).shard(full)
     targets = F.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    alone = from_logits("llama", {**unlabelled, "labels": every})
+    later, boundaries = batch["position_ids"] + 3, torch.tensor([0, 11, 12, 31, 45])
+    left = {name: x for name, x in make_batch("left").items() if name != "labels"}
+    first = left["attention_mask"].diff(prepend=torch.zeros(2, 1)) != 0
+    padded = from_logits(
+        "llama",
+        {**left, "labels": left["input_ids"].masked_fill(first, -100).masked_fill(left["attention_mask"] == 0, -100)},
+    )
     pairs = [
-        (unlabelled, from_logits("llama", {**unlabelled, "labels": every})),
+        (unlabelled, alone),
+        ({"input_ids": batch["input_ids"], "cu_seq_lens": boundaries}, alone),
+        (
+            {**unlabelled, "position_ids": later},
+            from_logits("llama", {**batch, "position_ids": later, "labels": every}),
+        ),
+        (left, padded),
         ({**unlabelled, "shift_labels": targets}, full),
         (seqpar.hf.shard_batch(batch, group=group), local),
     ]
     for given, expected in pairs:
         assert_close(seqpar.hf.token_log_probs(model, given), expected)
+    sharing = seqpar.hf.parallelize(tiny("llama"), group=group, share_prompts=True)
+    assert_close(seqpar.hf.token_log_probs(sharing, left), padded)
+    missing = message_of(lambda: seqpar.hf.token_log_probs(sharing, {} if group.rank() else batch))
+    assert missing.startswith("ValueError: batch" if group.rank() else "RuntimeError: rank(s) [1] of the group raised")
     model.lm_head.register_forward_hook(lambda *args: None)  # so that it computes all logits at once
     both = torch.stack(seqpar.hf.token_log_probs(model, batch, entropy=True))
     assert_close(both, torch.stack([from_logits("llama", batch, entropy=x) for x in (False, True)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import seqpar
 from seqpar import Sharding, tiled_loss
 
 from ..live_bytes import LiveBytes
+from ..observe import message_of
 from ..pool import Pool, on_ranks
 from ..reference import assert_close
 
@@ -90,9 +92,29 @@ def test_bad_input() -> None:
         (TypeError, "head", lambda: tiled_loss(F.linear, hidden, labels)),
         (ValueError, r"hidden: shape \(37, 8\)", lambda: tiled_loss(head, hidden[0], labels)),
         (ValueError, "hidden: shape", lambda: tiled_loss(head, hidden, labels[:, 1:])),
+        (TypeError, "labels=list", lambda: tiled_loss(head, hidden, labels.tolist())),
         (ValueError, "tokens=0", lambda: tiled_loss(head, hidden, labels, tokens=0)),
     ]
     for kind, text, call in wrong:
         with pytest.raises(kind, match=text):
             call()
     assert "forward" not in vars(head)
+
+
+@on_ranks
+def errors_of_rank_1(group: ProcessGroup) -> list[str]:
+    """What the ranks say if rank 1 passes another head, and hidden states of other shapes."""
+    head, hidden, labels = problem(torch.float32, 0, False)
+    odd = group.rank() == 1
+    given: list[Any] = [
+        (F.linear if odd else head, hidden, labels),
+        (head, hidden[:, odd:], labels),
+        (head, hidden[..., odd:], labels),
+    ]
+    return [message_of(partial(tiled_loss, *arguments, group=group)) for arguments in given]
+
+
+def test_an_error_of_one_rank_is_raised_on_all(pool: Pool) -> None:
+    first, second = pool.run(2, errors_of_rank_1)
+    assert all(text.startswith("RuntimeError: rank(s) [1] of the group raised an error") for text in first), first
+    assert [text.partition(":")[0] for text in second] == ["TypeError", "ValueError", "RuntimeError"], second

@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...base.checks import no_compile
+from ...comm.handshake import propagate_errors
 from ...layers.holders import refuse_shards
 from ...masks.rules import Documents
 from ...memory.zero import is_hook_of_zero_3
@@ -92,6 +93,12 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     patch = cast(Patch, model._seqpar)
     if not patch.sharded:
         return args, kwargs
+    with propagate_errors(patch.sequence_group):
+        return (), _begin(model, patch, args, kwargs)
+
+
+def _begin(model: nn.Module, patch: Patch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Start a ``Forward``, and return the arguments of this rank's forward."""
     _check_unchanged(model)
     refuse_shards(model, patch.sequence_group)  # weights may have been sharded since ``parallelize``
     _check_wrapper(model, patch)
@@ -149,7 +156,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if encodes or forward.positions is not None:
         _draw_alike(forward, kwargs)
     push_forward(forward)
-    return (), kwargs
+    return kwargs
 
 
 def _outer(patch: Patch) -> Forward | None:

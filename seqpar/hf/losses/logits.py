@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ...comm.handshake import propagate_errors
 from ...memory.weights import SummedWeights
 from ...patching.replaced import replaced
-from ..batch import IGNORE_INDEX
+from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, BatchCut, BatchSpec
 from ..inspection.support import pools_last_token, predicts_in_place
 from ..prompts import SharedPrompts
-from ..state import patch_of
+from ..state import Patch, patch_of
 
 _CHUNK_BYTES = 128 << 20
 LOG_PROBS = "seqpar_log_probs"  # an argument of the model's forward: True, or "entropy" to ask for entropies too
@@ -351,8 +352,8 @@ def token_log_probs(
     Args:
         model: a parallelized language model, also inside peft, DDP or FSDP.
         batch: the full batch, as the model is called with it. Without ``labels`` or ``shift_labels``, all tokens are
-            labels, except for padding and for tokens whose position is 0 in ``position_ids``, which start a document.
-            Or what ``share_prompts`` returns: rollouts that share prompts.
+            labels, except for padding and the first token of each document. Or what ``share_prompts`` returns: rollouts
+            that share prompts.
         entropy: whether to return the entropies of the distributions too from which the labels would be drawn.
 
     Returns:
@@ -365,8 +366,14 @@ def token_log_probs(
 
     Raises:
         ValueError: the model is not parallelized, it does not predict the next token, or the batch cannot be sharded.
+        RuntimeError: another rank raised an error on its own batch.
     """
     patch = patch_of(model)
+    with propagate_errors(patch.sequence_group):
+        return _token_log_probs(model, patch, batch, entropy)
+
+
+def _token_log_probs(model: nn.Module, patch: Patch, batch: Any, entropy: bool) -> Any:
     root = next(m for m in model.modules() if isinstance(m, PreTrainedModel) and hasattr(m, "_seqpar"))
     if pools_last_token(root) or predicts_in_place(root) or root.get_output_embeddings() is None:
         raise ValueError(
@@ -381,7 +388,11 @@ def token_log_probs(
             return rollouts.unshare(log_probs), rollouts.unshare(entropies)
         return rollouts.unshare(token_log_probs(model, row))
     batch = dict(batch)
-    if "labels" not in batch and "shift_labels" not in batch:
+    if batch.get("labels") is None and batch.get("shift_labels") is None:
+        if patch.has_encoder:
+            raise ValueError(
+                f"batch: {type(root).__name__} has an encoder; give the labels [batch, seq] of its decoder"
+            )
         batch["labels"] = _labels(batch)
     output: Any = model(**batch, **{LOG_PROBS: "entropy" if entropy else True})
     return (output.log_probs, output.entropy) if entropy else cast(Tensor, output.log_probs)
@@ -389,13 +400,17 @@ def token_log_probs(
 
 def _labels(batch: dict[str, Any]) -> Tensor:
     """The labels of a batch without labels: its tokens, and -100 for padding and the first token of each document."""
-    labels, ids, mask = batch.get("input_ids"), batch.get("position_ids"), batch.get("attention_mask")
-    if not isinstance(labels, Tensor) or "seqpar" in batch:
+    ids, positions = batch.get("input_ids"), batch.get("position_ids")
+    if not isinstance(ids, Tensor) or batch.get("seqpar") is not None:
         raise ValueError("batch: expected 'input_ids' [batch, seq] of a full batch, or 'labels'")
-    if isinstance(mask, Tensor) and mask.shape == labels.shape:
-        labels = labels.masked_fill(mask == 0, IGNORE_INDEX)
-    if isinstance(ids, Tensor) and ids.dim() <= 2:
-        labels = torch.where(ids == 0, IGNORE_INDEX, labels)
+    if isinstance(positions, Tensor) and positions.dim() == 3:  # of images and text
+        batch = {**batch, "position_ids": None}
+    names = "input_ids", "position_ids", "attention_mask", *BOUNDARY_NAMES
+    spec = BatchSpec({name: batch[name] for name in names if name in batch}, BatchCut(1, "contiguous"))
+    labels = ids.clone() if spec.valid is None else ids.masked_fill(~spec.valid, IGNORE_INDEX)
+    starts = spec.mask.starts
+    for row, label in enumerate(labels):
+        label[[start for start in starts[row % len(starts)] if start < len(label)]] = IGNORE_INDEX
     return labels
 
 
