@@ -177,7 +177,7 @@ def _spans(mask: Mask, positions: Tensor, seq_len: int) -> tuple[Tensor, Tensor]
     """The intervals of ``mask`` without keys past the end, ``[parts of the mask, r, s]``."""
     mask.check_length(seq_len)
     lo, hi = (torch.stack(ends) for ends in zip(*mask.interval_sets(positions), strict=True))
-    lo, hi = (x.view(len(x), -1, len(positions)).clamp(max=seq_len) for x in (lo, hi))
+    lo, hi = (x.view(len(x), x.shape[1:-1].numel(), len(positions)).clamp(max=seq_len) for x in (lo, hi))
     return lo, hi.maximum(lo)
 
 

@@ -6,7 +6,7 @@ around code of yours, which stays as it is on one device.
 * ``by_states`` computes each run of consecutive tokens from the state of the tokens before it: for recurrences.
 
 Documents of a ``mask`` are kept apart. A causal mixer needs nothing else of the mask: padding at the end of a row
-belongs to its last document, and padding at the start is a document of its own.
+belongs to its last document under ``Mask.padding``, and other padding is a document of its own.
 
 Backward communicates, as the backward of attention does: every rank must run it. Gradients follow the package's
 convention, so average the gradients of weights over the ranks (``seqpar.sync_gradients``, DDP, FSDP).

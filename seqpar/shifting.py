@@ -66,8 +66,9 @@ def shift(
             dimension 0 is the batch.
         by: how many positions later; negative for earlier rows. Several steps are one exchange.
         sharding: which tokens each rank holds.
-        mask: rows of another document are replaced by ``fill``; None: the sequence is one document. Padding at the end
-            of a batch row belongs to its last document. Of a mask, only the documents count.
+        mask: rows of another document are replaced by ``fill``; None: the sequence is one document. Of a mask, only the
+            documents count: padding at the end of a batch row belongs to its last document under ``Mask.padding``, and
+            is a document of its own under ``Mask.documents(padding=True)``.
         fill: past the end of the sequence or of the document. ``-100`` for labels.
         dim: the dimension of the sequence.
 

@@ -330,6 +330,8 @@ def tokens_of(batch: Any, if_sharded: str) -> Tensor:
     tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch.get("inputs_embeds")
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise ValueError("batch: expected 'input_ids' [batch, seq] or 'inputs_embeds' [batch, seq, hidden]")
+    if not tokens.shape[1]:
+        raise ValueError(f"batch: shape {tuple(tokens.shape)}; expected rows of at least one token")
     return tokens
 
 

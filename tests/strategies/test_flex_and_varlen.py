@@ -28,6 +28,7 @@ BLOCKS = 16, 8  # queries and keys of a block
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # What a model means as a function of positions, and as a mask.
+NONE_ON_RANK_1 = seqpar.Assigned(((range(TOKENS),), ()))
 MODS: dict[str, tuple[Mod, Mask]] = {
     "causal": (lambda b, h, i, j: i >= j, Mask.causal()),
     "full": (lambda b, h, i, j: i >= 0, Mask.full()),
@@ -106,7 +107,7 @@ def answer(group: ProcessGroup, layout: Any, strategy: Any, names: list[str], se
         mod, mask = MODS[name]
         batch = 2 if name.startswith("padding") else None
         blocks = [block_mask(mod, batch=batch)]
-        blocks += [block_mask(mod, tokens, batch=batch)] if name != "documents" else []
+        blocks += [block_mask(mod, tokens, batch=batch)] if name != "documents" and tokens else []
         for block in blocks:
 
             def flex(q: Tensor, k: Tensor, v: Tensor, block: Any = block) -> tuple[Tensor, Tensor]:
@@ -132,6 +133,7 @@ def answer(group: ProcessGroup, layout: Any, strategy: Any, names: list[str], se
         (1, "zigzag", "ring", ["documents"]),
         (2, "zigzag", "ring", [*MODS]),
         (4, "striped", "ulysses", ["tokens that all see", "padding of each row", "documents"]),
+        (2, NONE_ON_RANK_1, "ring", ["padding of each row", "documents"]),
     ],
 )
 def test_one_device_s_results(pool: Pool, world: int, layout: str, strategy: str, names: list[str]) -> None:
