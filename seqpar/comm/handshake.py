@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..base.checks import DTYPES, check_alike
 from ..masks.mask import Mask
-from ..ranks.calls import calls_of, check_tag, current, current_tag
+from ..ranks.calls import check_tag, current, current_tag
 from ..ranks.in_process import RankInProcess
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
@@ -67,22 +67,22 @@ def fingerprint(*values: object) -> Fingerprint:
 def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
     """If the block raises on this rank, the next ``all_gather_header`` of the other ranks raises instead of hanging.
 
-    An error that comes after a call in the block is left alone: the ranks have told one another in this call.
+    An error of which the ranks have told one another already, in a handshake in the block, is left alone.
     """
-    before = _calls_made(ranks)
     try:
         yield
-    except Exception:
-        if ranks is not None and ranks.size() > 1 and _calls_made(ranks) == before:
+    except Exception as error:
+        if ranks is not None and ranks.size() > 1 and ranks not in _told(error):
+            _told(error).append(ranks)
             with contextlib.suppress(RuntimeError), _call(ranks) as number:  # the error to raise is the block's
                 _unwaited.append(_start([_FAILED, number], ranks, _PATIENCE))
         raise
 
 
-def _calls_made(ranks: Ranks | None) -> int:
-    if ranks is None or ranks.size() == 1 or isinstance(parent := parent_group(ranks), RankInProcess):
-        return 0
-    return calls_of(parent).made
+def _told(error: Exception) -> list[Ranks]:
+    """The ranks that know of the error."""
+    told: list[Ranks] = vars(error).setdefault("seqpar_told", [])
+    return told
 
 
 @contextmanager
@@ -116,7 +116,9 @@ def all_gather_header(make_header: Callable[[], Header], group: Ranks | None) ->
         for rank, words in zip(global_ranks(group), by_rank, strict=True):
             check_tag(rank, (words[1], 0), (number, 0))
     if failed := [rank for rank, words in enumerate(by_rank) if words[0] == _FAILED]:
-        raise RuntimeError(f"rank(s) {failed} of the group raised an error on their own input; see their traceback")
+        error = RuntimeError(f"rank(s) {failed} of the group raised an error on their own input; see their traceback")
+        _told(error).append(group)
+        raise error
     if other := [rank for rank, words in enumerate(by_rank) if words[2] != kind]:
         raise RuntimeError(f"rank(s) {other} of the group called another function; call the same one on every rank")
     return [type(header)(*map(_decode, words[3:], header)) for words in by_rank]

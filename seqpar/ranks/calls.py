@@ -78,11 +78,6 @@ class Calls:
         self._number = self._what = self.epoch = 0
         self._thread = self._running = 0  # identifiers of threads
 
-    @property
-    def made(self) -> int:
-        """How many calls this rank has begun since the ranks began to count."""
-        return self._number
-
     def connect(self, key: Any, make: Callable[[], tuple[Any, Close]]) -> Any:
         """The connection of ``key``. If there is none, ``make()`` makes it and what closes it, collectively."""
         if key not in self.connections:

@@ -107,7 +107,7 @@ def answer(group: ProcessGroup, layout: Any, strategy: Any, names: list[str], se
         mod, mask = MODS[name]
         batch = 2 if name.startswith("padding") else None
         blocks = [block_mask(mod, batch=batch)]
-        blocks += [block_mask(mod, tokens, batch=batch)] if name != "documents" and tokens else []
+        blocks += [block_mask(mod, tokens, batch=batch)] if name != "documents" and all(sharding.lengths) else []
         for block in blocks:
 
             def flex(q: Tensor, k: Tensor, v: Tensor, block: Any = block) -> tuple[Tensor, Tensor]:

@@ -370,7 +370,8 @@ def token_log_probs(
     """
     patch = patch_of(model)
     with propagate_errors(patch.sequence_group):
-        return _token_log_probs(model, patch, batch, entropy)
+        found: Tensor | tuple[Tensor, Tensor] = _token_log_probs(model, patch, batch, entropy)
+        return found
 
 
 def _token_log_probs(model: nn.Module, patch: Patch, batch: Any, entropy: bool) -> Any:
