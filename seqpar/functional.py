@@ -218,18 +218,18 @@ def attention(
     if not isinstance(return_max_logit, bool):
         check_bool("return_max_logit", return_max_logit)
     constants = softmax_scale, softcap, dropout_p, deterministic, backend, return_lse
-    make_spec = partial(attention_spec, strategy, strategy_options, *constants, attention)
     tensors, where = (q, k, v, sinks, alibi_slopes, latent_weight), (mesh, group, layout, seq_len)
     needs_seed = bool(dropout_p) and dropout_seed is None
-    joins_backward = True
-    if not isinstance(sharding, Sharding) or where != _NOWHERE or (needs_seed and not torch.compiler.is_compiling()):
+    joins_backward, is_compiling = True, torch.compiler.is_compiling()
+    if not isinstance(sharding, Sharding) or where != _NOWHERE or (needs_seed and not is_compiling):
+        make_spec = partial(attention_spec, strategy, strategy_options, *constants, attention)
         alone = strategy == "local" and mesh is None and group is None
         sharding, dropout_seed, joins_backward = _agree(
             tensors, make_spec, mask, sharding, dropout_seed, where, needs_seed, alone, return_max_logit
         )
-    spec = make_spec()
+    spec = attention_spec(strategy, strategy_options, *constants, attention)
     # In eager code ``attend`` checks the tensors of calls whose kind is new.
-    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, tensors, in_full=torch.compiler.is_compiling())
+    q, k, v, sinks, alibi_slopes, latent_weight = _checked(mask, tensors, in_full=is_compiling)
     seed = None
     if dropout_seed is not None:
         _check_seed(dropout_seed)

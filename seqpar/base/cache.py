@@ -124,8 +124,9 @@ _captured: list[Any] = []
 def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value], owner: object = None) -> Value:
     """A value made of tensors on ``device``: made by ``make()`` if it is not cached. See ``ByteCache.get``."""
     cache = _without_owner if owner is None else _tensors
-    captured = device.type == "cuda" and is_captured()
-    value: Value = cache.get((key, *context_of(device)), refuse_capture if captured else make, owner)
+    context = context_of(device)
+    captured = context[1] != 0 and is_captured()  # the default stream cannot be captured
+    value: Value = cache.get((key, *context), refuse_capture if captured else make, owner)
     if captured:
         _captured.append(value)
     return value
@@ -144,23 +145,24 @@ def refuse_capture() -> Any:
     )
 
 
-def context_of(device: torch.device) -> tuple[Hashable, ...]:
+def context_of(device: torch.device) -> tuple[torch.device, int, Any]:
     """The part of a cache key that says where a tensor on ``device`` may be used.
 
     On a GPU it includes the current stream, because another stream might read the tensor before it is written. Under a
     FakeTensorMode it includes the mode, whose tensors must not be mixed with others.
     """
     stream = 0
-    if device.type == "cuda" and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized() and device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
-    return device, stream, _dispatch_mode(_FAKE)
+    return device, stream, _mode(_FAKE) if _modes() else None
 
 
-_dispatch_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+_modes, _mode = torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 def _fake_mode() -> Any:
-    return _dispatch_mode(_FAKE)
+    return _mode(_FAKE) if _modes() else None
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:

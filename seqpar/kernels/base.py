@@ -191,7 +191,7 @@ def empty_carry(q: Tensor, v_head_dim: int | None = None) -> Carry:
 
 def all_finite(x: Tensor) -> bool:
     """Whether all values are finite. It may be False if they are so large that their sum overflows."""
-    return isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())
+    return isfinite((x.sum(dtype=torch.float32) if x.itemsize < 4 else x.sum()).item())
 
 
 def head_dims(head_dim: int, v_head_dim: int | None) -> str:

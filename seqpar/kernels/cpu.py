@@ -170,10 +170,12 @@ def _heads_first(width: int, *tensors: Tensor) -> list[Tensor]:
 
     Else a view of a float32 tensor, because the kernel takes any strides.
     """
-    return [
-        (x if x.shape[3] == width else functional.pad(x, (0, width - x.shape[3]))).float().transpose(1, 2)
-        for x in tensors
-    ]
+    found = []
+    for x in tensors:
+        if x.shape[3] < width:
+            x = functional.pad(x, (0, width - x.shape[3]))
+        found.append((x if x.dtype is torch.float32 else x.float()).transpose(1, 2))
+    return found
 
 
 def _tiles(intervals: KeyIntervals) -> list[tuple[int | None, Tile]]:

@@ -11,6 +11,7 @@ from contextvars import copy_context
 from threading import Condition, Thread, get_ident
 from typing import Any, TypeVar
 
+import torch
 from torch.distributed import ProcessGroup
 
 OfRank = TypeVar("OfRank")
@@ -62,6 +63,9 @@ class Crew:
             left.clear()
 
         def run_rank(rank: int) -> None:
+            # Asked for, the number also counts in this thread: else MKL would use a number of its own at first, which
+            # may change the bits of a matrix product.
+            torch.get_num_threads()
             with self._turn:
                 try:
                     if self._error is None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -272,6 +272,11 @@ class Sharding(Opaque):
     def calls(self) -> WeakKeyDictionary[Mask, dict[Any, Any]]:
         """Of ``strategies.prepare.prepared``."""
         return WeakKeyDictionary()
+
+    @cached_property
+    def calls_by_id(self) -> dict[int, tuple[ReferenceType[Mask], dict[Any, Any]]]:
+        """The values of ``calls`` by the ``id`` of the mask: a weak key is hashed and compared in Python."""
+        return {}
 
     @cached_property
     def chunks(self) -> dict[Any, Any]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..kernels.base import accumulator
+from ..kernels.base import Grads, accumulator
 from ..placement.heads import Heads
 from ..placement.placement import Placement
 from ..sharding.spec import AttentionSpec
@@ -25,16 +25,26 @@ class Ring(Algorithm):
 
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
+        if call.has_all_keys and q.numel():
+            kernel = call.kernel(q, k, v)
+            seen = partial(call.plan.intervals, 0, q.device, kernel.needs_positions)
+            out, lse = kernel.forward(q, k, v, seen, last=True)
+        else:
+            out, lse = ring_forward(Run(call, call.heads, q, k, v), q, k, v)
         return out, lse, [q, k, v, out, lse]
 
     def backward(
         self, call: AttentionCall, saved: Sequence[Tensor], dout: Tensor, dlse: Tensor | None, shapes: Shapes
     ) -> AttentionGradients:
         q, k, v, out, lse = saved
-        return ring_backward(
-            Run(call, call.heads, q, k, v, lse_gradient=dlse is not None), dout, dlse, q, k, v, out, lse
-        )
+        lse_gradient = dlse is not None
+        if call.has_all_keys and q.numel():
+            kernel = call.kernel(q, k, v, lse_gradient=lse_gradient)
+            seen = partial(call.plan.intervals, 0, q.device, kernel.needs_positions)
+            output, grads = kernel.output_grad(dout, dlse, out, lse), Grads(None, None, None, True, True, True)
+            kernel.backward(q, k, v, output, seen, grads)
+            return *grads.tensors, kernel.dsinks(output)
+        return ring_backward(Run(call, call.heads, q, k, v, lse_gradient=lse_gradient), dout, dlse, q, k, v, out, lse)
 
 
 class AllToAll(Algorithm):

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.overrides import has_torch_function
 
 from ..base.checks import no_compile
@@ -63,7 +64,8 @@ def attend(
             draws.
         joins_backward: False if no rank's inputs require gradients. Otherwise this rank takes part in the backward.
     """
-    if not torch.compiler.is_compiling() and (expected := _HEADS.get()):
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and (expected := _HEADS.get()):
         heads, head_dim, calls = expected
         if q.shape[2:] != (heads, head_dim):
             raise ValueError(
@@ -81,14 +83,14 @@ def attend(
     if spec.dropout_p and seed is None:
         seed, spec = draw_seed(), spec.having(draws_seed=True)
     tensors = q, k, v, sinks, alibi_slopes, seed, latent_weight
-    if torch.compiler.is_compiling():
+    if is_compiling:
         # Said here, because the frame that has made ``spec`` may not be compiled, if there is a graph break.
         out, lse, *_ = operators.attention(*tensors, spec.having(returns_saved=True), mask, sharding, ranks)
         return out, lse
-    return _attend_in_eager(tensors, spec, mask, sharding, ranks, joins_backward)
+    run = _attend_in_eager if get_eval_frame_callback() is None else _attend_after_a_graph_break
+    return run(tensors, spec, mask, sharding, ranks, joins_backward)
 
 
-@no_compile  # after a graph break, torch 2.11 would raise an error for each attribute that is read
 def _attend_in_eager(
     tensors: AttentionTensors,
     spec: AttentionSpec,
@@ -109,3 +111,7 @@ def _attend_in_eager(
     else:
         out, lse, *_ = operators.attention_in_eager(*tensors, (spec, mask, sharding, ranks, kind))
     return out, lse
+
+
+# torch 2.11 would raise an error for each attribute that is read. It takes as long as a look-up of the call.
+_attend_after_a_graph_break = no_compile(_attend_in_eager)

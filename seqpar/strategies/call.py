@@ -48,7 +48,7 @@ class Record(Protocol):
     def __call__(self, direction: str, role: str, step: Step | None = None, **tensors: Tensor) -> None: ...
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class AttentionCall:
     """What ``ring.py`` and ``ulysses.py`` need to know besides the tensors: found once, see ``prepare.py``.
 
@@ -63,7 +63,7 @@ class AttentionCall:
         latent: in latent attention, expands k and v, which then hold latents and rotated keys.
         kv_ready: the point on the GPU's stream from which k and v could be sent, noted in forward and used in backward.
             None: messages are sent from the stream of the kernels.
-        errors: the errors of kernels. See ``raise_error``.
+        errors: the errors of kernels, where this rank sends messages (see ``raise_error``). None: a kernel raises them.
         record: notes the tensors before and after each kernel, to compare two runs; None in all other calls.
         kept: what later calls of the same kind use again: programs, and the choice of a backend.
     """
@@ -76,33 +76,41 @@ class AttentionCall:
     cuts: tuple[tuple[tuple[int, ...], ...], ...] = ()
     latent: LatentKeys | None = None
     kv_ready: ReadyEvents | None = field(default_factory=ReadyEvents, repr=False)
-    errors: list[Exception] = field(default_factory=list, repr=False)
+    errors: list[Exception] | None = field(default=None, repr=False)
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     record: Record | None = field(default=None, repr=False)
+
+    @property
+    def has_all_keys(self) -> bool:
+        """Whether this rank has all keys that its queries see, and one kernel attends to them with all heads."""
+        return self.plan.num_steps == 1 == len(self.plan) and self.record is None
 
     def with_values(
         self, sinks: Tensor | None, alibi_slopes: Tensor | None, dropout_seed: int, device: torch.device
     ) -> AttentionCall:
         """A call of this kind with these values: ``sinks [h]``, ``alibi_slopes [h]`` or ``[b, h]``."""
-        made = object.__new__(AttentionCall)
-        made.__dict__.update(self.__dict__)
-        made.errors = []
+        spec = self.spec
+        changes: dict[str, Any] = {}
         if self.placement.sends:
-            made.kv_ready = ReadyEvents()
-        if self.spec.alibi_slopes is not None:
-            alibi_slopes = self.spec.slopes(self.heads, device)
-        if self.spec.dropout_p and is_captured():
+            changes = {"errors": [], "kv_ready": ReadyEvents()}
+        if spec.alibi_slopes is not None:
+            alibi_slopes = spec.slopes(self.heads, device)
+        if spec.dropout_p and is_captured():
             raise RuntimeError(
-                f"dropout_p={self.spec.dropout_p}: a CUDA graph cannot capture attention dropout, because every replay "
+                f"dropout_p={spec.dropout_p}: a CUDA graph cannot capture attention dropout, because every replay "
                 "would drop the same pairs; capture with dropout_p=0, or leave attention out of the graph"
             )
-        if sinks is not None or alibi_slopes is not None or self.spec.dropout_p:
-            made.score = replace(
+        if sinks is not None or alibi_slopes is not None or spec.dropout_p:
+            changes["score"] = replace(
                 self.score,
                 alibi_slopes=None if alibi_slopes is None else alibi_slopes.detach().float(),
                 sinks=None if sinks is None else sinks.detach(),
                 dropout_seed=dropout_seed,
             )
+        if not changes:
+            return self
+        made = object.__new__(AttentionCall)
+        made.__dict__.update(self.__dict__, **changes)
         return made
 
     def with_latent(self, latent: LatentKeys) -> AttentionCall:
@@ -115,6 +123,7 @@ class AttentionCall:
         A rank whose kernel raises goes on to send and to receive until the end of the call, with results of NaN. So its
         messages stay in step with the messages of ranks whose kernels raise at another step, or do not raise.
         """
+        assert self.errors
         error = self.errors[0]
         self.errors.clear()
         raise error

@@ -282,4 +282,6 @@ def _noted(call: AttentionCall) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if call.errors is None:
+            raise
         call.errors.append(error)

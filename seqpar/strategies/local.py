@@ -37,8 +37,8 @@ class Kernel:
     """The backend for some heads of a call.
 
     Latents and KV heads that are read by different numbers of query heads are expanded just before the backend reads
-    them. If the backend raises an error, the kernel notes it, and all later results are NaN. So the rank goes on to
-    send and to receive until the end of the call, where the error is raised.
+    them. On a rank that sends messages, the kernel notes an error of the backend, and all later results are NaN. So the
+    rank goes on to send and to receive until the end of the call, where the error is raised.
 
     Args:
         choice: the backends that may compute them.
@@ -47,7 +47,7 @@ class Kernel:
         v_head_dim: the head_dim of the output.
         expansion: computes keys and values from the tensors that were sent; None if the keys and values were sent.
         lse_gradient: whether backward has a gradient of the log-sum-exp.
-        errors: where errors are noted, of all kernels of the call.
+        errors: where errors are noted, of all kernels of the call. None: they are raised.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Kernel:
         expansion: Expansion | None = None,
         *,
         lse_gradient: bool = False,
-        errors: list[Exception],
+        errors: list[Exception] | None,
     ) -> None:
         self._score, self.v_head_dim, self._errors = score, v_head_dim, errors
         self.needs_positions = score.needs_positions
@@ -109,6 +109,8 @@ class Kernel:
                 carry = carry or self.empty(q)
                 return finish(carry, score, q.dtype) if last else carry
             except Exception as error:
+                if self._errors is None:
+                    raise
                 self._errors.append(error)
         out = q.new_full((*q.shape[:3], self.v_head_dim), torch.nan, dtype=q.dtype if last else accumulator(q.dtype))
         return out, q.new_full((q.shape[0], q.shape[2], q.shape[1]), torch.nan, dtype=accumulator(q.dtype))
@@ -166,6 +168,8 @@ class Kernel:
                         grads.new_dq = grads.new_dkv = False
                 return
             except Exception as error:
+                if self._errors is None:
+                    raise
                 self._errors.append(error)
         for x in grads.make(q, k, v):
             x.fill_(torch.nan)

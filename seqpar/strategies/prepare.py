@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -65,19 +66,22 @@ def prepared(
     """
     if q.is_nested or k.is_nested or v.is_nested:
         check_inputs(q, k, v, latent_weight)  # says why they are refused
+    # Devices are slow to compare.
+    devices = (q.is_cpu and k.is_cpu and v.is_cpu) or (q.device, k.device, v.device)
     key: tuple[Any, ...] = (
-        *(spec, ranks, torch._C._are_functorch_transforms_active()),
-        *(type(q), q.shape, q.dtype, q.device, q.layout),
-        *(type(k), k.shape, k.dtype, k.device, k.layout),
-        *(type(v), v.shape, v.dtype, v.device, v.layout),
+        *(spec, ranks, torch._C._are_functorch_transforms_active(), devices),
+        *(type(q), q.shape, q.dtype, q.layout),
+        *(type(k), k.shape, k.dtype, k.layout),
+        *(type(v), v.shape, v.dtype, v.layout),
     )
     if sinks is not None or alibi_slopes is not None or latent_weight is not None:
         vectors = sinks, alibi_slopes, latent_weight
         key += tuple(None if x is None else (type(x), x.shape, x.dtype, x.device, x.layout) for x in vectors)
 
-    kinds: dict[tuple[Any, ...], AttentionCall] | None = sharding.calls.get(mask)
-    if kinds is not None and (call := kinds.get(key)) is not None:
-        return call
+    entry = sharding.calls_by_id.get(id(mask))
+    found: AttentionCall | None = None if entry is None or entry[0]() is not mask else entry[1].get(key)
+    if found is not None:
+        return found
 
     def make() -> AttentionCall:
         placement = sharding.place(spec, ranks)
@@ -124,6 +128,8 @@ def prepared_backward(
 
 def _kept(mask: Mask, sharding: Sharding, key: tuple[Any, ...], make: Callable[[], AttentionCall]) -> AttentionCall:
     kinds: dict[tuple[Any, ...], AttentionCall] = sharding.calls.setdefault(mask, {})
+    number, forget = id(mask), sharding.calls_by_id.pop
+    sharding.calls_by_id[number] = ref(mask, lambda _: forget(number, None)), kinds
     call = kinds.get(key)
     if call is None:
         call = make()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import reduce
 from operator import add
 from typing import Any, TypeVar
@@ -75,11 +76,12 @@ class _Replay(torch.autograd.Function):
             (local_shard(q, 1, tokens, i), local_shard(k, 1, tokens, i), local_shard(v, 1, tokens, i)) for i in ranks
         ]
         values = sinks, alibi_slopes, seed, latent_weight, spec, mask
-        calls = [new_call(*shards[rank], *values, shardings[rank], ANY_RANKS) for rank in ranks]
-        for call in calls:
-            call.kv_ready = None  # all ranks use the stream of the kernels
-        for call, record in zip(calls, records, strict=False):
-            call.record = record
+        calls = [
+            replace(  # all ranks use the stream of the kernels
+                new_call(*shards[rank], *values, shardings[rank], ANY_RANKS), kv_ready=None, record=record
+            )
+            for rank, record in zip(ranks, records or [None] * len(ranks), strict=True)
+        ]
         if has_backward and any(ctx.needs_input_grad) and (why := unknown_sums(calls[0], q.device)):
             raise ValueError(f"replay: {why}")
         shapes = [tuple(x.shape for x in of_rank) for of_rank in shards]

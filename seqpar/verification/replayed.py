@@ -9,7 +9,7 @@ something else; the kernel, if it has read the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -188,11 +188,11 @@ def replay_report(
     notes, group = _Notes(), sharding.sequence_group
     with torch.no_grad():
         of_call = vectors["sinks"], vectors["alibi_slopes"], vectors["seed"], vectors["latent_weight"]
-        call = new_call(q, k, v, *of_call, spec, mask, sharding, ANY_RANKS)
-        why, call.record = unknown_sums(call, q.device), notes
+        call = replace(new_call(q, k, v, *of_call, spec, mask, sharding, ANY_RANKS), record=notes)
+        why = unknown_sums(call, q.device)
         out, lse, saved = compute(call, q, k, v, vectors["latent_weight"])
         notes("forward", "returned", out=out, lse=lse)
-        call.record = None if why else notes
+        call = replace(call, record=None if why else notes)
         if dout is None:
             generator = torch.Generator(q.device).manual_seed(call.placement.rank)
             dout = torch.randn(out.shape, dtype=torch.float32, device=q.device, generator=generator)

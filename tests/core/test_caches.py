@@ -424,8 +424,8 @@ KEPT: dict[str, str] = {
     "schedule.rows": "KeyIntervals united RowSpans.index GatheredRows.rows_of GatheredRows._pieces",
     "sharding.same_rows": "_calls",
     "sharding.sharding": (
-        "Sharding._placements Sharding.calls Sharding.calls Sharding.chunks Sharding.tokens Sharding.grain "
-        "Sharding.sequence_ranks Sharding.lengths Sharding.checksum Sharding.seq_local"
+        "Sharding._placements Sharding.calls Sharding.calls Sharding.calls_by_id Sharding.chunks Sharding.tokens "
+        "Sharding.grain Sharding.sequence_ranks Sharding.lengths Sharding.checksum Sharding.seq_local"
     ),
     "sharding.spec": "AttentionSpec.slopes spec_checksum _cached",
     "strategies.attend": "_HEADS",
