@@ -39,7 +39,7 @@ def run(collective: Callable[..., Any], *args: Any, group: ProcessGroup, **kwarg
     what, x = operation_name(collective.__name__), args[0]
     is_part = current.get() is calls_of(group)
     with nullcontext() if is_part else call(group, what, x.numel(), x.itemsize), operation(what):
-        if x.device.type == "cpu" and not is_simulated():
+        if x.is_cpu and not is_simulated():
             started = partial(collective, **kwargs)
             start(started, *args, buffers=[x], ranks=group, group=communicator(group, x.device)).wait()
             return

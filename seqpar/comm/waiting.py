@@ -168,9 +168,9 @@ class Pending:
         """
         began, done = time.monotonic(), 0
         try:
-            if self._peers is None and self._works and self._buffers[0].device.type == "cpu":
+            if self._peers is None and self._works and self._buffers[0].is_cpu:
                 _wait_for_collective(self._works[0])
-            elif self._works and isinstance(self._works[0], _GLOO_MESSAGES) and self._buffers[0].device.type == "cpu":
+            elif self._works and isinstance(self._works[0], _GLOO_MESSAGES) and self._buffers[0].is_cpu:
                 if not isinstance(self._works[0], _SIMULATED):
                     _wait_for_messages(self._works)
             else:
@@ -209,7 +209,7 @@ class Pending:
 
 def _settle(works: Sequence[Started], buffers: Sequence[Tensor], stream: TransferStream | None) -> None:
     """After an error: on a GPU, let what uses the memory of messages next wait for them. NCCL has been told to end."""
-    if buffers[0].device.type != "cpu":
+    if not buffers[0].is_cpu:
         with nullcontext() if stream is None else stream.posting():
             for work in works:
                 with suppress(RuntimeError):
@@ -271,7 +271,7 @@ def start(
     began = time.monotonic()
     try:
         others = [peer for peer in range(ranks.size()) if peer != ranks.rank()]
-        if buffers[0].device.type == "cpu" and group is not None and (new := _greetings(others, ranks, group)):
+        if buffers[0].is_cpu and group is not None and (new := _greetings(others, ranks, group)):
             _wait_for_messages(new)
         return Pending([collective(*args, group=group, async_op=True)], buffers, ranks)
     except OutOfStepError:
@@ -286,7 +286,7 @@ def start_messages(sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], 
         own_entry.remove()
     messages = [*sends, *receives]
     buffers, peers = [x for _, x in messages], [peer for peer, _ in messages]
-    if buffers[0].device.type != "cpu":
+    if not buffers[0].is_cpu:
         ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in sends]
         ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in receives]
         return Pending(dist.batch_isend_irecv(ops), buffers, ranks)

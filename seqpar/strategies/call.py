@@ -86,15 +86,16 @@ class AttentionCall:
         return self.plan.num_steps == 1 == len(self.plan) and self.record is None
 
     def with_values(
-        self, sinks: Tensor | None, alibi_slopes: Tensor | None, dropout_seed: int, device: torch.device
+        self, sinks: Tensor | None, alibi_slopes: Tensor | None, dropout_seed: int, like: Tensor
     ) -> AttentionCall:
-        """A call of this kind with these values: ``sinks [h]``, ``alibi_slopes [h]`` or ``[b, h]``."""
+        """A call of this kind with these values, for kernels on the device of ``like``: ``sinks [h]``,
+        ``alibi_slopes [h]`` or ``[b, h]``."""
         spec = self.spec
         changes: dict[str, Any] = {}
         if self.placement.sends:
             changes = {"errors": [], "kv_ready": ReadyEvents()}
         if spec.alibi_slopes is not None:
-            alibi_slopes = spec.slopes(self.heads, device)
+            alibi_slopes = spec.slopes(self.heads, like.device)
         if spec.dropout_p and is_captured():
             raise RuntimeError(
                 f"dropout_p={spec.dropout_p}: a CUDA graph cannot capture attention dropout, because every replay "

@@ -244,7 +244,7 @@ def attention_backward(
     shapes, saved = (q_shape, k_shape, v_shape), [x.contiguous() for x in saved]
     features = sinks is None, None if alibi_slopes is None else alibi_slopes.dim(), latent_weight is None
     kind = prepared_backward(shapes, saved[0], features, spec, mask, sharding, ranks)
-    call = kind.with_values(sinks, alibi_slopes, 0 if seed is None else int(seed.item()), saved[0].device)
+    call = kind.with_values(sinks, alibi_slopes, 0 if seed is None else int(seed.item()), saved[0])
     out_dim = value_dim(latent_weight, q_shape, v_shape)
     saved = algorithm_of(call.placement, call.heads).restore(call, saved, shapes, out_dim)
     gradients = attention_gradients(call, saved, dout, dlse, shapes, latent_weight, needs_d_weight)

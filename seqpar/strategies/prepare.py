@@ -191,7 +191,7 @@ def new_call(
         headers = all_gather_header(header, sharding.sequence_group)
         check_layouts(headers)
         dropout_seed = headers[0].seed
-    call = (kind or prepared(*of_call)).with_values(sinks, alibi_slopes, dropout_seed, q.device)
+    call = (kind or prepared(*of_call)).with_values(sinks, alibi_slopes, dropout_seed, q)
     placement = call.placement
     if placement.gather is None and placement.tokens.ring > 1:
         count_choice("all_gather" if call.plan.gather else "p2p")

@@ -41,7 +41,7 @@ class Transfers:
         frees_first: bool,
     ) -> None:
         self._steps, self._transport, self._kv, self._frees_first = steps, transport, (k, v), frees_first
-        on_stream = ready is not None and len(steps) > 1 and k.device.type != "cpu"
+        on_stream = ready is not None and len(steps) > 1 and not k.is_cpu
         self._stream = TransferStream((k, v), ready) if on_stream else None
         self._local: dict[int, KeyValues] = {}  # this rank's rows, by chunk of heads
         self._intra_host: deque[Callable[[], KV]] = deque()
