@@ -119,14 +119,14 @@ _tensors: ByteCache[Any] = ByteCache(64 << 20, tensor_bytes)
 _without_owner: ByteCache[Any] = ByteCache(64 << 20, tensor_bytes, entries=256)
 # A CUDA graph reads tensors by their addresses and does not keep them, so they are kept as long as the process.
 _captured: list[Any] = []
+_CPU = torch.device("cpu")
 
 
 def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value], owner: object = None) -> Value:
     """A value made of tensors on ``device``: made by ``make()`` if it is not cached. See ``ByteCache.get``."""
     cache = _without_owner if owner is None else _tensors
-    context = context_of(device)
-    captured = context[1] != 0 and is_captured()  # the default stream cannot be captured
-    value: Value = cache.get((key, *context), refuse_capture if captured else make, owner)
+    captured = device != _CPU and is_captured() and device.type == "cuda"  # it takes long to ask for the type
+    value: Value = cache.get((key, *context_of(device)), refuse_capture if captured else make, owner)
     if captured:
         _captured.append(value)
     return value
@@ -145,7 +145,7 @@ def refuse_capture() -> Any:
     )
 
 
-def context_of(device: torch.device) -> tuple[torch.device, int, Any]:
+def context_of(device: torch.device) -> tuple[Hashable, ...]:
     """The part of a cache key that says where a tensor on ``device`` may be used.
 
     On a GPU it includes the current stream, because another stream might read the tensor before it is written. Under a
