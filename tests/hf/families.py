@@ -156,6 +156,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "longformer": {"attention_window": [8, 8]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     "mistral4": {"qk_nope_head_dim": 8},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},

@@ -56,6 +56,7 @@ MODELS = {
     "lfm3": "Lfm3ForCausalLM",
     "lara_mini": "LaraMiniForCausalLM",
     "bailing_hybrid": "BailingHybridForCausalLM",
+    "minimax": "MiniMaxForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
     "deepseek_v4": "DeepseekV4ForCausalLM",
     "glm_moe_dsa": "GlmMoeDsaForCausalLM",
@@ -354,7 +355,6 @@ def refused(group: ProcessGroup, name: str) -> str:
 
 def test_refused_models(pool: Pool) -> None:
     reasons = {
-        "MiniMaxForCausalLM": "layer 1 is of type 'linear_attention'",
         "RecurrentGemmaForCausalLM": "layer 0 is of type 'linear_attention'",
         "MambaForCausalLM": "its forward takes no position_ids",
         "Lfm2ForCausalLM": "use_kernels=True",

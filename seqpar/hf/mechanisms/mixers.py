@@ -3,6 +3,7 @@
 These layers call functions by names in their model file, such as ``causal_conv1d_fn``. ``parallelize`` replaces the
 names by functions that call the original ones inside of ``seqpar.mixers`` while a layer of a parallelized model runs on
 a sharded sequence, and otherwise as before. They stay in the file: a copy of the model may need them after ``restore``.
+Lightning attention, which calls no function, gets another forward.
 
 Shapes: b batch, t tokens, h heads, n heads that several heads share, c channels, d and e elements of a head.
 """
@@ -23,13 +24,22 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...base.checks import no_compile
 from ...masks.mask import Mask
 from ...mixers import by_heads, by_states, halo
+from ...patching.forwards import replace_forward
 from ...patching.replaced import replaced, replaced_in
 from ...patching.running import Running
 from ...sharding.sharding import Sharding
 from ...strategies.auto import sends_halo, sends_states
 from ...strategies.eager_operators import call_operator, is_constant
 from ..batch import BatchShard, PlacedShard
-from ..state import Patch, forwards
+from ..state import OWNER, Patch, forwards
+from .lightning import (
+    check_lightning,
+    lightning_forward,
+    lightning_layers,
+    lightning_of_heads,
+    lightning_token,
+    recurrence,
+)
 from .mixer_operator import MixerFunction, mix_tokens
 
 Original = Callable[..., Any]
@@ -328,7 +338,7 @@ def _files(model: nn.Module) -> dict[ModuleType, dict[str, _Function]]:
 
 def of_mixer_files(model: nn.Module) -> set[str]:
     """The names of the modules whose class is from a file with such functions, and of their children."""
-    files = {file.__name__ for file in _files(model)}
+    files = {file.__name__ for file in _files(model)} | {type(layer).__module__ for layer in lightning_layers(model)}
     found = {name for name, module in model.named_modules() if files & _file_names(module)}
     return {name for name, _ in model.named_modules() if name in found or name.rpartition(".")[0] in found}
 
@@ -344,7 +354,14 @@ def tokenwise_mixers(model: nn.Module, called: Callable[[], None]) -> Iterator[N
 
         return run
 
+    def run_layer(layer: nn.Module, forward: Original, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        given = _of_lightning(*args, **kwargs)
+        check_lightning(layer, given[0])
+        return lightning_forward(reporting(lightning_token), layer, *given), None
+
     with ExitStack() as stack:
+        for layer in lightning_layers(model):
+            stack.callback(replace_forward(layer, OWNER, run_layer))
         for file, functions in _files(model).items():
             values = {name: reporting(function.tokenwise) for name, function in functions.items()}
             stack.enter_context(replaced(file, **values))
@@ -390,7 +407,38 @@ def replace_mixers(model: nn.Module, mixers: list[nn.Module], patch: Patch) -> N
     for file, functions in _files(model).items():
         for name, function in functions.items():
             patch.undo.enter_context(replaced_in(file, name, partial(_stand_in, function)))
+    for layer in lightning_layers(model):
+        if "forward" in vars(layer):
+            raise ValueError(
+                f"layer={type(layer).__name__}: its forward was replaced; parallelize the model before that"
+            )
+        mix = _stand_in(_Function(lightning_of_heads, lightning_token), partial(recurrence, type(layer).forward))
+        patch.undo.callback(replace_forward(layer, OWNER, partial(_run_lightning, mix)))
     patch.has_mixers = True
+
+
+def _run_lightning(mix: Original, layer: nn.Module, forward: Original, *args: Any, **kwargs: Any) -> Any:
+    if not (torch.compiler.is_compiling() and _compiled) and _runs_alone():
+        return forward(*args, **kwargs)
+    return lightning_forward(mix, layer, *_of_lightning(*args, **kwargs)), None
+
+
+def _of_lightning(
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Tensor | None = None,
+    cache: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The hidden states and the padding among the arguments of a layer with lightning attention."""
+    _check_no_state(cache if past_key_values is None else past_key_values, False)
+    return hidden_states, attention_mask
+
+
+@no_compile
+def _runs_alone() -> bool:
+    return _shard_now() is None
 
 
 def _before(patch: Patch) -> Callable[..., None]:
