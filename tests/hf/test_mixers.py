@@ -66,10 +66,10 @@ MODELS = {
     "hy_v4_vl, image-text": "HYV4VLForConditionalGeneration",
     "mistral_large4, image-text": "MistralLarge4ForConditionalGeneration",
 }
-# One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba; indexers,
-# with a layer that reuses the indices of another.
+# One of each kind of mixer: the delta rule, Mamba-2 with groups, the Kimi delta rule, a convolution, Mamba, lightning
+# attention; indexers, with a layer that reuses the indices of another.
 UNPACKED = ("deepseek_v4",)  # which mix the documents of a row in one process too, and are refused
-KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba", "glm_moe_dsa")
+KINDS = ("qwen3_5", "nemotron_h", "kimi_linear", "lfm2", "jamba", "minimax", "glm_moe_dsa")
 
 
 @dataclass(frozen=True)
@@ -321,13 +321,13 @@ def verify_and_generate(group: ProcessGroup, case: Case) -> tuple[bool, str, boo
     return report.ok, str(error.value), torch.equal(*logits) and vars(code) == before
 
 
-@pytest.mark.parametrize("model", ["qwen3_5", "jamba"])
+@pytest.mark.parametrize("model", ["qwen3_5", "jamba", "minimax"])
 def test_verify_generate_and_restore(pool: Pool, model: str) -> None:
     for ok, error, same in pool.run(2, verify_and_generate, Case(model, "packed")):
         assert ok and same and "cache: " in error
 
 
-@pytest.mark.parametrize("model", ["qwen3_5", "jamba"])
+@pytest.mark.parametrize("model", ["qwen3_5", "jamba", "minimax"])
 def test_on_one_rank(model: str, caplog: pytest.LogCaptureFixture) -> None:
     """It generates as without seqpar. The log says that one process without seqpar has another loss."""
     _say_documents_are_apart.cache_clear()  # other tests may have had a model of the same name
@@ -361,6 +361,24 @@ def test_refused_models(pool: Pool) -> None:
     }
     for name, reason in reasons.items():
         assert reason in pool.run(1, refused, name)[0]
+
+
+def test_another_forward_of_lightning_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another version of transformers: it would be replaced by a forward that computes something else."""
+    model = tiny(Case("minimax", "plain").family)
+    layer: Any = model.model.layers[0].self_attn
+    forward = type(layer).forward
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(layer), "forward", lambda self, x, *args, **kwargs: forward(self, x + x[:, :1], *args, **kwargs)
+        )
+        with pytest.raises(ValueError, match=r"0\.self_attn.*does not compute what the lightning attention"):
+            seqpar.hf.parallelize(model)
+    layer.forward = layer.forward
+    with pytest.raises(ValueError, match="MiniMaxLightningAttention: its forward was replaced"):
+        seqpar.hf.parallelize(model)
+    del layer.forward
+    seqpar.hf.restore(seqpar.hf.parallelize(model))
 
 
 def remote_file(name: str) -> ModuleType:
