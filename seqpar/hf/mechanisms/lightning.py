@@ -22,14 +22,11 @@ _TOLERANCE = 1e-4  # the largest difference, relative to the largest value, that
 
 
 def lightning_layers(model: nn.Module) -> list[nn.Module]:
-    return [
-        module
-        for module in model.modules()
-        if any(
-            cls.__name__ == "MiniMaxLightningAttention" and cls.__module__.startswith("transformers.models.")
-            for cls in type(module).__mro__
-        )
-    ]
+    return [layer for layer in model.modules() if _is_lightning(type(layer))]
+
+
+def _is_lightning(cls: type) -> bool:
+    return cls.__name__ == "MiniMaxLightningAttention" and cls.__module__.startswith("transformers.models.")
 
 
 def lightning_forward(mix: Callable[..., Tensor], layer: Any, x: Tensor, padding: Tensor | None) -> Tensor:
@@ -78,7 +75,8 @@ def lightning_token(qkv: Tensor, *decays: Any) -> Tensor:
 def check_lightning(layer: nn.Module, x: Tensor) -> None:
     """Raise an error if ``lightning_forward`` is not the forward of ``layer``, for ``x [b, s, channels]``."""
     children = {name: child.forward for name, child in layer.named_children()}  # without hooks
-    alone = SimpleNamespace(**{**vars(layer), **dict(layer.named_buffers(recurse=False)), **children})
+    buffers = dict(layer.named_buffers(recurse=False))
+    alone = SimpleNamespace(**{**vars(layer), **buffers, **children, "block_size": 2})  # several blocks
     forward = type(layer).forward
     padding = (torch.arange(x.shape[1], device=x.device) >= 3).to(x.dtype).expand(x.shape[:2])
 
