@@ -59,7 +59,7 @@ def messages_of(plan: AttentionPlan, fails_after: int | None = None) -> list[Gro
     links = p2p.Links(None, p2p.Link(within, None, None, none, 0), p2p.Link(across, None, None, none, 0))
     call: Any = AttentionCall(
         placement=SimpleNamespace(chunks=None, tokens=plan.tokens),
-        plan=plan, spec=AttentionSpec(), heads=heads, score=Score(1.0),
+        plan=plan, spec=AttentionSpec(), heads=heads, score=Score(1.0), errors=[],
     )  # fmt: skip
     tokens = len(plan.tokens.ring_positions(plan.rank))
     x, lse = torch.zeros(1, tokens, number, 1), torch.zeros(1, number, tokens)
