@@ -22,6 +22,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -63,26 +64,28 @@ def fingerprint(*values: object) -> Fingerprint:
     return Fingerprint(zlib.crc32(" ".join(map(repr, parts)).encode()))
 
 
+# The errors of which ranks have told one another, in the blocks of ``propagate_errors`` that are open.
+_told: ContextVar[list[tuple[Ranks, Exception]] | None] = ContextVar("told", default=None)
+
+
 @contextmanager
 def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
     """If the block raises on this rank, the next ``all_gather_header`` of the other ranks raises instead of hanging.
 
     An error of which the ranks have told one another already, in a handshake in the block, is left alone.
     """
+    told = [] if (found := _told.get()) is None else found
+    token = _told.set(told)
     try:
         yield
     except Exception as error:
-        if ranks is not None and ranks.size() > 1 and ranks not in _told(error):
-            _told(error).append(ranks)
+        if ranks is not None and ranks.size() > 1 and not any(x is ranks and y is error for x, y in told):
+            told.append((ranks, error))
             with contextlib.suppress(RuntimeError), _call(ranks) as number:  # the error to raise is the block's
                 _unwaited.append(_start([_FAILED, number], ranks, _PATIENCE))
         raise
-
-
-def _told(error: Exception) -> list[Ranks]:
-    """The ranks that know of the error."""
-    told: list[Ranks] = vars(error).setdefault("seqpar_told", [])
-    return told
+    finally:
+        _told.reset(token)
 
 
 @contextmanager
@@ -117,7 +120,8 @@ def all_gather_header(make_header: Callable[[], Header], group: Ranks | None) ->
             check_tag(rank, (words[1], 0), (number, 0))
     if failed := [rank for rank, words in enumerate(by_rank) if words[0] == _FAILED]:
         error = RuntimeError(f"rank(s) {failed} of the group raised an error on their own input; see their traceback")
-        _told(error).append(group)
+        if (told := _told.get()) is not None:
+            told.append((group, error))
         raise error
     if other := [rank for rank, words in enumerate(by_rank) if words[2] != kind]:
         raise RuntimeError(f"rank(s) {other} of the group called another function; call the same one on every rank")

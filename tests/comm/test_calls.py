@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,9 +25,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 import seqpar
+from seqpar.comm.handshake import all_gather_header, propagate_errors
 from seqpar.comm.shared_memory import SharedMemoryTransport
 from seqpar.ranks import calls, rendezvous
 
+from ..observe import message_of
 from ..pool import OwnPool, Pool, on_ranks, start
 
 SEQ_LEN = 32
@@ -277,3 +279,28 @@ def mapped_bytes(group: ProcessGroup) -> tuple[int, bool]:
 def test_messages_reserve_what_they_need(pool: Pool) -> None:
     for total, left_out in pool.run(4, mapped_bytes, shared_memory=True):
         assert left_out and total < 4 << 30
+
+
+class OneNumber(NamedTuple):
+    number: int
+
+
+@on_ranks
+def errors_of_one_object(group: ProcessGroup) -> list[str]:
+    """What the ranks say if the same exception object is raised on rank 1 in two calls, inside of two blocks."""
+    error = ValueError("the same object")
+
+    def header() -> Any:
+        raise error
+
+    def run() -> None:
+        with propagate_errors(group):
+            all_gather_header(header if group.rank() == 1 else lambda: OneNumber(1), group)
+
+    return [message_of(run) for _ in range(2)]
+
+
+def test_an_error_that_is_raised_twice_is_told_twice(pool: Pool) -> None:
+    first, second = pool.run(2, errors_of_one_object)
+    assert all(text.startswith("RuntimeError: rank(s) [1] of the group raised an error") for text in first), first
+    assert second == ["ValueError: the same object"] * 2
