@@ -198,6 +198,21 @@ def test_pad_tokens_of_a_decoder_that_looks_for_them() -> None:
         ours(**batch)
 
 
+def test_special_tokens_of_a_text_config() -> None:
+    """The config of Florence-2 has no pad_token_id. A VisionEncoderDecoderModel needs one only if it gets labels."""
+    model, ours = (families_tiny(Family("image-text", "", "Florence2ForConditionalGeneration")) for _ in range(2))
+    labels = torch.arange(10, 10 + 2 * LENGTH).view(2, LENGTH)
+    labels[0, -4:] = -100
+    seqpar.hf.parallelize(ours, strategy="local")
+    for start in (5, 6):
+        for each in (model, ours):
+            each.config.text_config.decoder_start_token_id, each.config.text_config.pad_token_id = start, 7
+        check_loss(
+            ours(input_ids=TOKENS, labels=labels).loss.item(), model(input_ids=TOKENS, labels=labels).loss.item()
+        )
+    seqpar.hf.parallelize(families_tiny(Family("image-text", "", "VisionEncoderDecoderModel")), strategy="local")
+
+
 def prompt(kind: str, how: str) -> dict[str, Tensor]:
     batch = make_batch(kind, how)
     return {name: batch[name] for name in ("input_ids", "input_features", "attention_mask") if name in batch}

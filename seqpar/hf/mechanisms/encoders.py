@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -186,7 +187,12 @@ def from_labels(model: Any) -> Iterator[Callable[[Tensor], Tensor]]:
     """Functions of ``model`` and of its files that may be the one by which its forward makes decoder_input_ids."""
     if (prepare := getattr(model, "prepare_decoder_input_ids_from_labels", None)) is not None:
         yield lambda labels: prepare(labels=labels)
-    for module in dict.fromkeys(cls.__module__ for cls in type(model).__mro__):
-        if (shift := getattr(sys.modules.get(module), "shift_tokens_right", None)) is not None:
-            config = model.config
-            yield partial(shift, pad_token_id=config.pad_token_id, decoder_start_token_id=config.decoder_start_token_id)
+    modules = dict.fromkeys(cls.__module__ for cls in type(model).__mro__)
+    shifts = [getattr(sys.modules.get(module), "shift_tokens_right", None) for module in modules]
+    for shift, of_text in product(filter(None, shifts), (False, True)):
+        yield partial(_shift, shift, model, of_text)
+
+
+def _shift(shift: Callable[..., Tensor], model: Any, of_text: bool, labels: Tensor) -> Tensor:
+    config = model.config.get_text_config(decoder=True) if of_text else model.config
+    return shift(labels, pad_token_id=config.pad_token_id, decoder_start_token_id=config.decoder_start_token_id)
