@@ -29,7 +29,7 @@ from torch import Tensor
 
 from seqpar.kernels import BACKENDS, block_lists, cudnn, flash, library
 
-LIBRARIES = ("flash", "cudnn", "cudnn_flex", "flash_attn", "flash_attn_3", "flash_attn_4")
+LIBRARIES = ("flash", "cudnn", "cudnn_varlen", "cudnn_flex", "flash_attn", "flash_attn_3", "flash_attn_4")
 
 
 class BlockSparseTensorsTorch(NamedTuple):
@@ -469,6 +469,7 @@ def _operator(operator: Any, version: str | None, body: Callable[[Arguments], An
         assert o.keys() == {x.name for x in parameters}, o.keys()
         return body(o)
 
+    vars(call)["_schema"] = schema
     return call
 
 
@@ -531,6 +532,30 @@ def _cudnn(kernels: Kernels, version: str | None, lse_dims: int) -> tuple[Any, A
     return _operator(cudnn._forward, version, run), _operator(cudnn._backward, version, run)
 
 
+def _cudnn_varlen(kernels: Kernels, version: str) -> tuple[Any, Any]:
+    """Checks as in ``_cudnn_rejection_reasons`` of torch.nn.attention.varlen."""
+
+    def run(o: Arguments) -> tuple[Any, ...]:
+        backward = "grad_out" in o
+        kernels.calls["packed backward" if backward else "packed"] += 1
+        q, k, v, causal = o["query"], o["key"], o["value"], o["is_causal"]
+        assert max(q.shape[-1], v.shape[-1]) <= 128 and kernels.capability[0] in (9, 10)
+        assert o["scale"] > 0 and o["attn_bias"] is None and not o["dropout_p"]
+        cu = o["cum_seq_q"], o["cum_seq_k"]
+        assert not causal or torch.equal(*cu), "aligned to the top left corner"
+        tensors = (q, k, v, o["grad_out"], o["out"], o["logsumexp"]) if backward else (q, k, v)
+        found = kernels.run(
+            tensors, cu, (o["max_q"], o["max_k"]), (-1, 0) if causal else (-1, -1), o["scale"], 0.0, empty=False,
+            no_keys=torch.nan, top_left=True,
+        )  # fmt: skip
+        if backward:
+            return found
+        assert o["compute_log_sumexp"] and not o["return_debug_mask"] and o["seqused_k"] is o["block_table"] is None
+        return (*found, *cu, o["max_q"], o["max_k"], torch.empty(()), torch.empty(()), None)
+
+    return _operator(cudnn._packed_forward, version, run), _operator(cudnn._packed_backward, version, run)
+
+
 @contextmanager
 def fake_modules(modules: Mapping[str, Any]) -> Iterator[None]:
     """In the block, an import of these names finds these modules. What the block imports besides stays imported.
@@ -567,6 +592,9 @@ def stand_ins(
     sparse.BlockSparseTensorsTorch = BlockSparseTensorsTorch
     flash_forward, flash_backward = _torch_flash(kernels, versions.get("flash"))
     cudnn_forward, cudnn_backward = _cudnn(kernels, versions.get("cudnn"), lse_dims)
+    packed_forward, packed_backward = _cudnn_varlen(
+        kernels, versions.get("cudnn_varlen", list(SIGNATURES["torch"])[-1])
+    )
     flash._load.cache_clear()
     with ExitStack() as stack:
         stack.enter_context(fake_modules({**modules, sparse.__name__: sparse}))
@@ -576,6 +604,8 @@ def stand_ins(
             (flash, "_backward", flash_backward),
             (cudnn, "_forward", cudnn_forward),
             (cudnn, "_backward", cudnn_backward),
+            (cudnn, "_packed_forward", packed_forward),
+            (cudnn, "_packed_backward", packed_backward),
             (cudnn.CudnnBackend, "unavailable", lambda self: None),
             (cudnn.CudnnBackend, "_lse_dims", 4),
             (library.LibraryBackend, "device_type", "cpu"),

@@ -21,6 +21,7 @@ RECORDS = Path(__file__).parents[1] / "tests" / "signatures.json"
 _OPERATORS = (
     "_flash_attention_forward", "_flash_attention_backward",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward",
+    "_cudnn_attention_forward", "_cudnn_attention_backward",
 )  # fmt: skip
 # By module: its file, its functions, and the pattern of the tags of its versions.
 _MODULES = {

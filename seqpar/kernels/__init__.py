@@ -22,7 +22,7 @@ from ..base.checks import check_choice
 from ..comm.trace import count_backend, open_traces
 from .base import Backend, Score
 from .cpu import CpuBackend
-from .cudnn import CudnnBackend
+from .cudnn import CudnnBackend, CudnnVarlenBackend
 from .cudnn_flex import CudnnFlexBackend
 from .elementwise import interpreted
 from .flash import FlashAttention2Backend, FlashAttention3Backend, FlashAttention4Backend, TorchFlashBackend
@@ -39,6 +39,7 @@ BackendName = Literal[
     "flash_attn_4",
     "flash_attn_3",
     "cudnn",
+    "cudnn_varlen",
     "cudnn_flex",
     "flash_attn",
     "flash",
@@ -56,7 +57,7 @@ _FASTEST: dict[int, tuple[str, ...]] = {
 }
 
 # "auto", `seqpar doctor` and `seqpar bench` do not try these: no GPU has passed their checks in benchmarks/gpu.py yet.
-ONLY_BY_NAME = ("hopper", "cudnn_flex")
+ONLY_BY_NAME = ("hopper", "cudnn_varlen", "cudnn_flex")
 
 
 def _fallback(q: Tensor, k: Tensor, v: Tensor, score: Score) -> Backend:
@@ -77,6 +78,7 @@ _ALL: tuple[Backend, ...] = (
     FlashAttention4Backend(_fallback),
     FlashAttention3Backend(_fallback),
     CudnnBackend(_fallback),
+    CudnnVarlenBackend(_fallback),
     CudnnFlexBackend(_fallback),
     FlashAttention2Backend(_fallback),
     TorchFlashBackend(_fallback),

@@ -170,7 +170,8 @@ def _chains(found: Sequence[Band], can: Abilities) -> Iterator[list[Band]]:
             last = chain[-1]
             beside = (band.q0, band.k0) == (last.q1, last.k1) or (can.gaps and band.k0 >= last.k1)
             common = _common_left(left, chain, band)
-            if can.packs and beside and band.right == last.right and common is not None:
+            fits = can.windows or (_is_full_or_square(last) and _is_full_or_square(band))
+            if can.packs and fits and beside and band.right == last.right and common is not None:
                 chain.append(band)
                 left = common
                 continue
@@ -208,11 +209,16 @@ def _packed(chain: Sequence[Band]) -> KernelCall:
     return KernelCall(q0, chain[-1].q1, k0, chain[-1].k1, left, right, ends=(tuple(q_ends[1:]), tuple(k_ends[1:])))
 
 
+def _is_full_or_square(band: Band) -> bool:
+    """Whether its mask is full, or causal with as many keys as queries."""
+    return band.left == -1 and (band.right == -1 or band.q1 - band.q0 == band.k1 - band.k0)
+
+
 def _alone(band: Band, can: Abilities) -> list[KernelCall] | None:
     q0, q1, k0, k1 = band.q0, band.q1, band.k0, band.k1
-    corner = k1 - (q1 - q0)
-    if can.windows or (band.left, band.right) == (-1, -1) or (band.left == -1 and corner == k0):
+    if can.windows or _is_full_or_square(band):
         return [KernelCall(q0, q1, k0, k1, band.left, band.right)]
     if band.left == -1:  # a full rectangle beside a causal square
+        corner = k1 - (q1 - q0)
         return [KernelCall(q0, q1, k0, corner, -1, -1), KernelCall(q0, q1, corner, k1, -1, 0)]
     return None

@@ -24,8 +24,8 @@ from .library import LibraryBackend, Options
 
 _forward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
-# The first version of cuDNN whose kernels have no lower limit on the number of queries.
-_OLDEST = 90000
+_packed_forward: Any = torch.ops.aten._cudnn_attention_forward.default
+_packed_backward: Any = torch.ops.aten._cudnn_attention_backward.default
 # With this variable, PyTorch's cuDNN kernels take packed rows, and return an lse of another layout.
 _RAGGED_VARIABLE = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
@@ -34,7 +34,8 @@ class CudnnBackend(LibraryBackend):
     """cuDNN's fused attention."""
 
     name = "cudnn"
-    capabilities = (8, 9, 10, 12)
+    capabilities: tuple[int, ...] = (8, 9, 10, 12)
+    oldest = 90000  # the first version of cuDNN whose kernels have no lower limit on the number of queries
     # The backward refuses one key. On compute capability 10.x, PyTorch refuses one query with some versions of cuDNN.
     abilities = Abilities(windows=False, packs=False, fewest=2)
     _lse_dims = 4  # dimensions of the operators' lse: [b, h, q, 1] in some versions of PyTorch, [b, h, q] in others
@@ -45,8 +46,9 @@ class CudnnBackend(LibraryBackend):
         version = loaded_cudnn()
         if isinstance(version, str):
             return version
-        if version is None or version < _OLDEST:
-            return f"PyTorch's cuDNN is {version or 'missing'}, and 9.0 or newer is needed"
+        if version is None or version < self.oldest:
+            needed = f"{self.oldest // 10000}.{self.oldest // 100 % 100}"
+            return f"PyTorch's cuDNN is {version or 'missing'}, and {needed} or newer is needed"
         if os.environ.get(_RAGGED_VARIABLE) == "1":
             return f"{_RAGGED_VARIABLE}=1 changes the layout of cuDNN's results; unset it"
         return None if torch.cuda.is_available() else "no CUDA GPU"
@@ -80,6 +82,52 @@ class CudnnBackend(LibraryBackend):
             options.max_q, options.max_k, 0.0, options.causal, scale=options.softmax_scale,
         )  # fmt: skip
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
+        return dq, dk, dv
+
+
+class CudnnVarlenBackend(CudnnBackend):
+    """``cudnn``, and packed documents in one launch, by the operators of PyTorch's ``varlen_attn``.
+
+    Its causal mask is aligned to the top left corner of each document. So a causal call packs documents with as many
+    queries as keys. Older versions of cuDNN lack kernels for short documents.
+    """
+
+    name = "cudnn_varlen"
+    capabilities = (9, 10)
+    oldest = 92400
+    abilities = Abilities(windows=False, fewest=2)
+
+    def unavailable(self) -> str | None:
+        if (why := super().unavailable()) is not None:
+            return why
+        # Older versions of PyTorch have the operators and do not call them. Which lse they return is not documented.
+        if all(argument.name != "seqused_k" for argument in _packed_forward._schema.arguments):
+            return f"PyTorch {torch.__version__} is too old: 2.15 or newer is needed"
+        return None
+
+    def refused_head_dim(self, head_dim: int, v_head_dim: int, capability: tuple[int, int]) -> str | None:
+        return f"{head_dims(head_dim, v_head_dim)} (up to 128)" if max(head_dim, v_head_dim) > 128 else None
+
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        if options.cu_q is None:
+            return super().call_forward(q, k, v, options)
+        packed = options.cu_q, options.cu_k, options.max_q, options.max_k
+        out, lse, *_ = _packed_forward(
+            q, k, v, None, *packed, True, 0.0, options.causal, False, scale=options.softmax_scale
+        )
+        return out, lse
+
+    def call_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if options.cu_q is None:
+            return super().call_backward(dout, q, k, v, out, lse, options)
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # the random state of dropout
+        packed = options.cu_q, options.cu_k, options.max_q, options.max_k
+        dq, dk, dv = _packed_backward(
+            dout.contiguous(), q, k, v, out.contiguous(), lse, unused, unused, None,
+            *packed, 0.0, options.causal, scale=options.softmax_scale,
+        )  # fmt: skip
         return dq, dk, dv
 
 

@@ -21,7 +21,16 @@ from torch.distributed import ProcessGroup
 
 import seqpar
 from seqpar import Mask
-from seqpar.kernels import BACKENDS, BackendChoice, _fallback, _warn_of_reference, block_lists, flash, order
+from seqpar.kernels import (
+    BACKENDS,
+    ONLY_BY_NAME,
+    BackendChoice,
+    _fallback,
+    _warn_of_reference,
+    block_lists,
+    flash,
+    order,
+)
 from seqpar.kernels.bands import Abilities
 from seqpar.kernels.base import Backend, Carry, Grads, OutputGrad, Score, empty_carry, finish, row_delta
 from seqpar.kernels.cudnn_flex import mask_endpoints
@@ -140,17 +149,17 @@ def test_against_float64(name: str) -> None:
         problem = plain_problem(
             number, seq_len=50, heads=4, kv_heads=(4, 2, 1)[number % 3], rules=rules, dtype=dtype,
             sinks=number % 4 == 0, batch=max(rows_of(rules), 1 + number % 2),
-            v_head_dim=(None, 8, 24)[number % 3] if name in ("cudnn", "cudnn_flex", "flash_attn_4") else None,
+            v_head_dim=(None, 8, 24)[number % 3] if name.startswith("cudnn") or name == "flash_attn_4" else None,
         )  # fmt: skip
         newer = name in ("cudnn_flex", "flash_attn_4") and number % 2
         with stand_ins(capability=(10, 0) if newer else (9, 0)) as kernels:
             check(ring_of(name, problem, ranks, layout, gather=number % 5 == 4), problem)
-            assert kernels.calls or name == "cudnn"
+            assert kernels.calls or name in ("cudnn", "cudnn_varlen")
 
 
 MODULES = {name: getattr(BACKENDS[name], "module", "torch") for name in LIBRARIES}
-# The functions lack boundaries of packed sequences and a softcap.
-TOO_OLD = [("flash_attn_3", "2.7.0")]
+# The functions lack boundaries of packed sequences and a softcap, or PyTorch does not call them.
+TOO_OLD = [("flash_attn_3", "2.7.0"), ("cudnn_varlen", "2.11.0"), ("cudnn_varlen", "2.12.0")]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +170,7 @@ def test_recorded_versions(name: str, version: str) -> None:
     softcap = 1.5 if name.startswith("flash_attn") else 0.0
     with stand_ins(**{name: version}) as kernels:
         if (name, version) in TOO_OLD:
-            assert "too old or too new" in str(BACKENDS[name].unavailable())
+            assert "too old" in str(BACKENDS[name].unavailable())
             return
         assert BACKENDS[name].unavailable() is None
         for rule in (Rule("causal"), Rule("sliding_window", (7, 0)), Rule("documents", ((0, 20, 33, 50), True))):
@@ -396,6 +405,23 @@ def test_backends_that_cannot_run_say_what_to_do() -> None:
     assert set(reasons) == set(BACKENDS) > {*LIBRARIES}
 
 
+def test_cudnn_packs_squares_and_rectangles() -> None:
+    """Of packed documents, causal squares are one launch, and so are full rectangles."""
+    ends, window = (0, 12, 24, 56, 64), Rule("sliding_window", (5, 0))
+    twice = {"packed": 2, "packed backward": 2}  # ``ring_of`` computes a last step twice, and gradients of one step too
+    for rules, ranks, expected in (
+        ((Rule("documents", (ends, True)),), 1, twice),
+        ((Rule("documents", (ends, False)),), 1, twice),
+        # Queries of rank 1 see keys of rank 0 in the same document: a rectangle.
+        ((Rule("documents", (ends, True)),), 2, {"packed": 3, "packed backward": 3, "forward": 2, "backward": 1}),
+        ((Rule("documents", (ends, True)), window), 1, {}),  # computed by Triton, or here by the reference
+    ):
+        problem = plain_problem(5, seq_len=64, heads=4, kv_heads=2, rules=rules, v_head_dim=24)
+        with stand_ins() as kernels:
+            check(ring_of("cudnn_varlen", problem, ranks, "contiguous"), problem)
+        assert kernels.calls == expected
+
+
 def test_missing_libraries_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "_no_cuda", lambda: None)
     monkeypatch.delenv(flash.HUB_VARIABLE, raising=False)
@@ -544,7 +570,7 @@ def test_the_order_on_a_gpu(capability: tuple[int, int], monkeypatch: pytest.Mon
     with fake_cuda():
         q = torch.empty(1, 8, 2, 64, device="cuda", dtype=torch.bfloat16)
         names = list(order(q))
-    assert sorted([*names, "hopper", "cudnn_flex"]) == sorted(BACKENDS) and names[-2:] == ["cpu", "reference"]
+    assert sorted([*names, *ONLY_BY_NAME]) == sorted(BACKENDS) and names[-2:] == ["cpu", "reference"]
     assert names[0] == {8: "flash_attn", 9: "flash_attn_4", 10: "flash_attn_4", 12: "flash_attn"}[capability[0]]
 
 
