@@ -125,8 +125,12 @@ _CPU = torch.device("cpu")
 def cached_tensors(key: Hashable, device: torch.device, make: Callable[[], Value], owner: object = None) -> Value:
     """A value made of tensors on ``device``: made by ``make()`` if it is not cached. See ``ByteCache.get``."""
     cache = _without_owner if owner is None else _tensors
-    captured = device != _CPU and is_captured() and device.type == "cuda"  # it takes long to ask for the type
-    value: Value = cache.get((key, *context_of(device)), refuse_capture if captured else make, owner)
+    value: Value
+    if device == _CPU and not _modes():  # it takes long to ask for the device's type, and whether there are streams
+        value = cache.get((key, device, 0, None), make, owner)
+        return value
+    captured = device.type == "cuda" and is_captured()
+    value = cache.get((key, *context_of(device)), refuse_capture if captured else make, owner)
     if captured:
         _captured.append(value)
     return value

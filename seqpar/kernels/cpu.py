@@ -68,11 +68,13 @@ class CpuBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, intervals: KeyIntervals, score: Score, carry: Carry | None, last: bool
     ) -> Carry:
-        v_dim, width = v.shape[3], max(q.shape[3], v.shape[3])
-        q_heads, k_heads, v_heads = _heads_first(width, q, k, v)
-        for row, tile in _tiles(intervals):
+        v_dim, width, queries, keys = v.size(3), max(q.size(3), v.size(3)), q.size(1), k.size(1)
+        q_part, k_part, v_part = q_heads, k_heads, v_heads = _heads_first(width, q, k, v)
+        for row, tile in intervals.tiles.get("of all rows") or _tiles(intervals):
             mask, blind = _kept_mask(intervals, row, tile) if tile.kind is TileKind.MASKED else (None, None)
-            q_part, k_part, v_part = _of_tile(row, tile, 2, (q_heads,), (k_heads, v_heads))
+            whole = row is None and tile.q1 - tile.q0 == queries and tile.k1 - tile.k0 == keys
+            if not whole:
+                q_part, k_part, v_part = _of_tile(row, tile, 2, (q_heads,), (k_heads, v_heads))
             causal, scale = tile.kind is TileKind.CAUSAL, score.softmax_scale
             out, out_lse = _forward(q_part, k_part, v_part, 0.0, causal, attn_mask=mask, scale=scale)  # [b, h, q]
             out = out.transpose(1, 2)  # [b, q, h, width]
@@ -84,7 +86,7 @@ class CpuBackend:
                 q_part, k_part, v_part = _of_tile(row, tile, 1, (q,), (k, v))
                 part = _part(intervals, row, tile)
                 out, out_lse = _exact.forward(q_part, k_part, v_part, part, score, None, last=False)
-            if carry is None and out_lse.shape == (q.shape[0], q.shape[2], q.shape[1]):
+            if carry is None and (whole or out_lse.shape == (q.size(0), q.size(2), queries)):
                 # The first partial result, of all queries.
                 carry = out if v_dim == width else out.contiguous(), out_lse
                 continue
@@ -98,10 +100,10 @@ class CpuBackend:
         self, q: Tensor, k: Tensor, v: Tensor, output: OutputGrad, intervals: KeyIntervals, score: Score, grads: Grads
     ) -> None:
         dout, out, lse, _ = output
-        width = max(q.shape[3], v.shape[3])
+        width = max(q.size(3), v.size(3))
         dout_heads, q_heads, k_heads, v_heads, out_heads = _heads_first(width, dout, q, k, v, out)
         new = list(grads.new)
-        for row, tile in _tiles(intervals):
+        for row, tile in intervals.tiles.get("of all rows") or _tiles(intervals):
             mask, blind = _kept_mask(intervals, row, tile) if tile.kind is TileKind.MASKED else (None, None)
             of_queries, of_keys = (dout_heads, q_heads, out_heads, lse), (k_heads, v_heads)
             dout_part, q_part, out_part, tile_lse, k_part, v_part = _of_tile(row, tile, 2, of_queries, of_keys)
@@ -126,7 +128,7 @@ class CpuBackend:
                 )
                 results = [grad.transpose(1, 2) for grad in exact.tensors]
             parts = [grad.transpose(1, 2) for grad in results]  # [b, q or k, h or n, width]
-            if width > min(q.shape[3], v.shape[3]):
+            if width > min(q.size(3), v.size(3)):
                 parts = [x[..., : y.shape[3]] for x, y in zip(parts, (q, k, v), strict=True)]
             if grads.dq is None and [x.shape for x in parts] == [q.shape, k.shape, v.shape]:
                 grads.dq, grads.dk, grads.dv = parts
@@ -172,8 +174,8 @@ def _heads_first(width: int, *tensors: Tensor) -> list[Tensor]:
     """
     found = []
     for x in tensors:
-        if x.shape[3] < width:
-            x = functional.pad(x, (0, width - x.shape[3]))
+        if x.size(3) < width:
+            x = functional.pad(x, (0, width - x.size(3)))
         found.append((x if x.dtype is torch.float32 else x.float()).transpose(1, 2))
     return found
 
@@ -198,7 +200,7 @@ def _of_tile(
         for x in tensors:
             if row is not None:
                 x = x[row : row + 1]
-            parts.append(x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start))
+            parts.append(x if stop - start == x.size(dim) else x.narrow(dim, start, stop - start))
     return parts
 
 

@@ -67,7 +67,7 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
     Call it before a custom autograd.Function, inside of which autocast does nothing.
     """
-    if not _autocasts():
+    if not autocasts():
         return list(tensors)
     device_type = tensors[0].device.type
     # torch 2.11 cannot trace ``is_autocast_available``. All devices for which code is compiled have autocast.
@@ -79,13 +79,13 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 _NO_AUTOCAST = nullcontext()
-_autocasts = torch._C._is_any_autocast_enabled  # on any device: it takes long to ask for the device of a tensor
+autocasts = torch._C._is_any_autocast_enabled  # on any device: it takes long to ask for the device of a tensor
 _HAVE_AUTOCAST = "cpu", "cuda"  # which PyTorch need not be asked
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager[object]:
     """In the block, autocast is off for tensors on the device of ``like``."""
-    if not _autocasts():
+    if not autocasts():
         return _NO_AUTOCAST
     device_type = like.device.type
     available = device_type in _HAVE_AUTOCAST or torch.amp.is_autocast_available(device_type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +80,7 @@ class AttentionCall:
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     record: Record | None = field(default=None, repr=False)
 
-    @property
+    @cached_property
     def has_all_keys(self) -> bool:
         """Whether this rank has all keys that its queries see, and one kernel attends to them with all heads."""
         return self.plan.num_steps == 1 == len(self.plan) and self.record is None

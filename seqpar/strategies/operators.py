@@ -30,7 +30,7 @@ from ..sharding.sharding import Sharding
 from ..sharding.spec import AttentionSpec
 from .algorithm import Shapes
 from .algorithms import algorithm_of
-from .autograd import once_differentiable, without_autocast
+from .autograd import autocasts, once_differentiable, without_autocast
 from .call import AttentionCall
 from .latent import LatentKeys, value_dim
 from .prepare import new_call, prepared_backward
@@ -43,10 +43,13 @@ def compute(
     """``out``, ``lse`` and what backward needs, from the call's algorithm. ``call`` is without the latent weight."""
     if latent_weight is not None:
         call = call.with_latent(LatentKeys(latent_weight, q.shape[3] - v.shape[3]))
+    algorithm = algorithm_of(call.placement, call.heads)
+    if not call.placement.sends and not autocasts():
+        return algorithm.forward(call, q, k, v)
     try:
         # Statistics stay float32 under autocast.
         with without_autocast(q), call.on_ranks("forward", (q.shape, k.shape, v.shape), q.dtype):
-            return algorithm_of(call.placement, call.heads).forward(call, q, k, v)
+            return algorithm.forward(call, q, k, v)
     finally:
         if call.errors:
             call.raise_error()
@@ -134,13 +137,16 @@ def attention_gradients(
         call = call.with_latent(LatentKeys(latent_weight, q_shape[3] - v_shape[3], d_weight))
     dout = like.new_zeros(*q_shape[:3], call.v_head_dim(v_shape)) if dout is None else dout.contiguous()
     dlse = dlse if call.spec.return_lse else None
-    try:
-        with without_autocast(like), call.on_ranks("backward", shapes, like.dtype):
-            algorithm = algorithm_of(call.placement, call.heads)
-            dq, dk, dv, dsinks = algorithm.backward(call, saved, dout, dlse, shapes)
-    finally:
-        if call.errors:
-            call.raise_error()
+    algorithm = algorithm_of(call.placement, call.heads)
+    if not call.placement.sends and not autocasts():
+        dq, dk, dv, dsinks = algorithm.backward(call, saved, dout, dlse, shapes)
+    else:
+        try:
+            with without_autocast(like), call.on_ranks("backward", shapes, like.dtype):
+                dq, dk, dv, dsinks = algorithm.backward(call, saved, dout, dlse, shapes)
+        finally:
+            if call.errors:
+                call.raise_error()
     if dsinks is not None and sinks is not None:
         dsinks = dsinks.to(sinks.dtype)
     if d_weight is not None:
@@ -271,5 +277,7 @@ def attention_in_eager(*arguments: Any) -> Any:
 
 def seen_by_dispatch_mode() -> bool:
     """Whether a dispatch mode is on that must see attention as one operator, such as selective checkpointing's."""
+    if not torch._C._len_torch_dispatch_stack():
+        return False
     mode = _get_current_dispatch_mode()
     return mode is not None and not isinstance(mode, FakeTensorMode)

@@ -429,7 +429,7 @@ KEPT: dict[str, str] = {
     ),
     "sharding.spec": "AttentionSpec.slopes spec_checksum _cached",
     "strategies.attend": "_HEADS",
-    "strategies.call": "AttentionCall",
+    "strategies.call": "AttentionCall AttentionCall.has_all_keys",
     "sharding.arguments": "_of_one_rank",
     "kernels.base": "Score.needs_positions",
     "kernels.expansion": "RepeatedHeads.__init__",
