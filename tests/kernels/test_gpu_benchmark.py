@@ -197,16 +197,16 @@ def outcomes(report: Any) -> list[tuple[str, str]]:
 
 def test_a_step_that_hangs_costs_one_row(gpu: ModuleType, run_tasks: Callable[..., Any], tmp_path: Path) -> None:
     """It is killed with its children, and the other steps of its task are done by another process."""
-    report = run_tasks(steps(gpu, "works", "hangs", "works", limit=1.0))
+    report = run_tasks(steps(gpu, "works", "hangs", "works", limit=3.0))
     assert outcomes(report) == [("check", "works 0"), ("failure", "hangs 1"), ("check", "works 2")]
-    assert report.rows[1]["error"] == "no result after 1 s: killed" and report.rows[1]["task"] == "task of 3"
-    assert report.tasks[0]["ends"] == ["no result after 1 s: killed", "ended"]
+    assert report.rows[1]["error"] == "no result after 3 s: killed" and report.rows[1]["task"] == "task of 3"
+    assert report.tasks[0]["ends"] == ["no result after 3 s: killed", "ended"]
     child = int((tmp_path / "children").read_text())
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"
     stored = json.loads((tmp_path / "out" / "gpu-nvidia-h200.json").read_text())
     assert stored["rows"] == report.rows
-    assert "* FAILED: task of 3: hangs 1: no result after 1 s" in (tmp_path / "out" / "gpu-nvidia-h200.md").read_text()
+    assert "* FAILED: task of 3: hangs 1: no result after 3 s" in (tmp_path / "out" / "gpu-nvidia-h200.md").read_text()
 
 
 def test_a_lost_gpu_costs_one_row(gpu: ModuleType, run_tasks: Callable[..., Any]) -> None:
