@@ -27,6 +27,8 @@ from ..functional import attention
 from ..kernels import BackendName, backends
 from ..planner import HARDWARE, Hardware
 from ..planner.hardware import AttentionRate
+from ..planner.split import INVARIANT
+from ..sharding.spec import Deterministic
 from .launch import cores, join, launch, this_device
 
 HEADS, HEAD_DIM = 8, 64
@@ -66,7 +68,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def attention_rate(backend: BackendName, device: torch.device) -> MeasuredAttention:
+def attention_rate(
+    backend: BackendName, device: torch.device, deterministic: Deterministic = False
+) -> MeasuredAttention:
     """The rate of causal attention with 8 heads, of head_dim 64 on a CPU and 128 on a GPU.
 
     The sequence has the first length of 512, 1,024, 2,048, ... whose forward takes long enough to be measured. A
@@ -85,7 +89,8 @@ def attention_rate(backend: BackendName, device: torch.device) -> MeasuredAttent
         dout = torch.randn_like(q)
 
         def forward() -> Tensor:
-            return attention(q, k, v, strategy="local", backend=backend)  # noqa: B023 (called before the next round)
+            of_call = q, k, v  # noqa: B023 (called before the next round)
+            return attention(*of_call, strategy="local", backend=backend, deterministic=deterministic)
 
         with trace() as t:
             forward()  # compiles kernels and fills caches
@@ -195,8 +200,10 @@ def gather(value: float, group: ProcessGroup, device: torch.device) -> list[floa
     return values
 
 
-def measure_machine() -> Hardware:
+def measure_machine(deterministic: Deterministic = False) -> Hardware:
     """This machine for the planner, from a few seconds of measurements.
+
+    With ``deterministic="invariant"`` it has the rates of these kernels, and no others.
 
     Two processes measure the links. On a machine without a GPU, each core of the CPU counts as a GPU. The planner
     counts 2 bytes per element, but the CPU computes in float32 with 4. So half of the measured bandwidth is reported.
@@ -205,9 +212,11 @@ def measure_machine() -> Hardware:
     torch.set_num_threads(1)
     kernel = next(status.name for status in backends() if status.available)
     gemm = matrix_rate(device)
-    attention = attention_rate(cast("BackendName", kernel), device)
+    attention = attention_rate(cast("BackendName", kernel), device, deterministic)
     # A backward has 2.5 times the FLOPs of a forward: 3.5 / forward_backward = 1 / forward + 2.5 / backward.
     backward = 2.5 / max(1e-30, 3.5 / attention.forward_backward - 1 / attention.forward)
+    if deterministic == INVARIANT:
+        kernel, backward = INVARIANT, backward * 7 / 5  # seven products instead of five
     links = launch(_measure_links, _RANKS, deadline_s=_DEADLINE_S)[0]
     scale = 0.5 if device.type == "cpu" else 1.0
     p2p, all_to_all, all_gather = (

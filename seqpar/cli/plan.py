@@ -19,7 +19,7 @@ from ..planner.mixes import MIXES, mask_of, prompt_and_answers
 from ..planner.prompts import prompt_sharing
 from ..planner.reasons import human_tokens
 from ..planner.setting import STATE_BYTES
-from ..planner.split import BETWEEN, RECOMPUTE, WITHIN
+from ..planner.split import BETWEEN, INVARIANT, RECOMPUTE, WITHIN
 from .launch import BAD_OPTION, CommandError, bad_options
 from .tables import make_folder, pyplot_without_display, save_figure, write_csv
 
@@ -69,6 +69,9 @@ def plan(
     head_groups: Annotated[
         int | None, typer.Option(help="Groups of heads that are computed one after another. By default if needed.")
     ] = None,
+    deterministic: Annotated[
+        str | None, typer.Option(help='"invariant": attention has the same bits on any number of GPUs.')
+    ] = None,
     state_bytes: Annotated[float, typer.Option(help="Bytes per weight: weight, gradient and optimizer.")] = STATE_BYTES,
     top: Annotated[int | None, typer.Option(help="Choices to print.", show_default="one of each strategy")] = None,
     code: Annotated[
@@ -80,6 +83,7 @@ def plan(
     charts: Annotated[Path | None, typer.Option(help="Folder to write PNG charts to.")] = None,
 ) -> None:
     """Predict which strategy and split of the GPUs is the best, and why. It needs no GPU and no network."""
+    invariant: Any = deterministic or False  # another value is refused
     with bad_options():
         tokens = read_tokens(seq_len)
         check_int("gpus", gpus, 1)
@@ -91,7 +95,7 @@ def plan(
         if measure:
             from .measure import measure_machine
 
-            machine = measure_machine()
+            machine = measure_machine(invariant)
         else:
             machine = hardware_of(hardware)
         made = make_plan(
@@ -109,6 +113,7 @@ def plan(
             chunked_loss=chunked_loss,
             tiled_mlp=tiled_mlp,
             head_groups=head_groups,
+            deterministic=invariant,
             state_bytes=state_bytes,
         )
     if csv is not None:
@@ -225,7 +230,8 @@ def table(made: Plan, mask: str, rows: Sequence[Choice]) -> list[str]:
     lines += textwrap.wrap(
         f"step: the range, at least {_digits(made.choices[0].floor_s)} s. uly: ulysses. NVLink, network: GB that a GPU "
         f"sends in a step, weights included. mem.: of {_digits(gpu.memory_bytes / 1e9)} GB. fits: tokens of the "
-        "longest sequence. --row 1: the first row as a file that trains.",
+        "longest sequence. --row 1: the first row as a file that trains."
+        + (" ring: like every other strategy with as many ranks." if made.kernel == INVARIANT else ""),
         _WIDTH,
     )
     return lines

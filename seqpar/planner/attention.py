@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..kernels.base import Score
 from ..kernels.cpu import pairs_computed_on_cpu
 from ..masks.mask import Mask
 from ..placement.heads import Heads
@@ -32,7 +33,7 @@ from ..strategies.head_exchange import chunk_limit
 from ..strategies.latent import LatentKeys
 from ..strategies.ring import ring_backward, ring_forward
 from ..strategies.ulysses import ulysses_backward, ulysses_forward
-from .messages import RecordedHeadExchange, RecordedRun, RecordedTransport, SimulatedRanks
+from .messages import RecordedHeadExchange, RecordedInvariant, RecordedRun, RecordedTransport, SimulatedRanks
 from .pairs import computed_pairs
 from .part import LayerPart, PartRow
 from .rank import RankTimeline
@@ -166,7 +167,10 @@ class SelfAttention(LayerPart):
         # dq in float32 and rounded, and dout; dk and dv in float32 and rounded.
         nbytes: float = tokens * ((ELEMENT_BYTES + FLOAT32_BYTES) * self.d + ELEMENT_BYTES * self.d_out)
         nbytes += kv * (FLOAT32_BYTES + ELEMENT_BYTES)
-        if split.ring > 1 and split.gather:  # two chunks of the K/V of the other ranks, and of their gradients
+        if split.is_invariant:  # for some heads, rows as they have arrived, in the order of the tokens, and in tiles
+            of_token = ELEMENT_BYTES * (self.d_kv + self.d + self.d_out) + 2 * FLOAT32_BYTES * self.heads
+            nbytes += 3 * split.seq_len * split.batch * of_token / min(self.kv_heads, len(split.mask.head_groups) or 2)
+        elif split.ring > 1 and split.gather:  # two chunks of the K/V of the other ranks, and of their gradients
             chunks = min(_ALL_GATHER_CHUNKS, kv_heads)
             nbytes += (split.ring - 1) * kv * (2 * ELEMENT_BYTES + 2 * FLOAT32_BYTES) / chunks
         elif split.ring > 1:  # the K/V of three steps, and the gradients of two
@@ -212,14 +216,16 @@ class AttentionTimeline:
         self._rate = s.hardware.rate(s.kernel)
         ulysses: Any = SimulatedRanks(s.ulysses, rank.ulysses)
         ring: Any = SimulatedRanks(s.ring, rank.ring)
-        self._placement = Placement(None, ring, ulysses, s.gather, tokens=s.tokens)
-        score: Any = None  # only a kernel would read it
+        # Without tensor parallelism, a ring without all-to-alls has all ranks of the sequence.
+        self._placement = Placement(ring, ring, ulysses, s.gather, tokens=s.tokens)
         latent = None
         if sizes.kv_rank:
             own_dim = sizes.head_dim - sizes.shared_dim
             weight = torch.empty(sizes.heads, own_dim + sizes.dims[1], sizes.kv_rank, device=_META)
             latent = LatentKeys(weight, own_dim)
-        self._call = AttentionCall(self._placement, self._plan, AttentionSpec(), self._heads, score, latent=latent)
+        cuts = tuple(x.cuts for x in s.mask.head_groups or (s.mask,)) if s.is_invariant else ()
+        of_call = self._placement, self._plan, AttentionSpec(), self._heads, Score(1.0)
+        self._call = AttentionCall(*of_call, cuts, latent)
         # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (rank.ring * s.ulysses + rank.ulysses) * s.tensor
         self._tokens = len(s.tokens._positions(first_rank, s.tensor))
@@ -227,6 +233,9 @@ class AttentionTimeline:
     def record(self, backward: bool) -> None:
         """Record the forward of attention, or its backward, with all messages."""
         q, k, v = self._qkv()
+        if self._split.is_invariant:
+            self._record_invariant(q, k, v, backward)
+            return
         if self._split.ulysses > 1:
             self._record_ulysses(q, k, v, backward)
             return
@@ -294,6 +303,15 @@ class AttentionTimeline:
             if step.keys is not None:
                 pairs[i] = sum(by_owner[t.owner] for t in step.intra_host.receives) if i else by_owner[plan.rank]
         return pairs
+
+    def _record_invariant(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
+        algorithm = RecordedInvariant(self._rank)
+        with _disable_current_modes():  # the tiles have values
+            if not backward:
+                algorithm.forward(self._call, q, k, v)
+                return
+            out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+            algorithm.backward(self._call, [q, k, v, out, lse.float()], out, None, (q.shape, k.shape, v.shape))
 
     # Ulysses, with or without a ring across its groups
 

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from math import ceil, lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..base.checks import check_int, check_number
 from ..masks.mask import Mask
+from .attention import SelfAttention
 from .code import code
 from .forecast import expected_cost, forecast
 from .hardware import Hardware, hardware_of
@@ -20,7 +21,7 @@ from .pairs import heaviest_first
 from .reasons import human_tokens, reason
 from .setting import STATE_BYTES, WEIGHTS, Setting
 from .shape import ModelShape
-from .split import Switches
+from .split import INVARIANT, Switches
 from .splits import LONGEST_RING, allowed_switches, settings, splits
 from .step import Choice
 
@@ -131,6 +132,7 @@ def plan(
     chunked_loss: bool = True,
     tiled_mlp: bool | None = None,
     head_groups: int | None = None,
+    deterministic: Literal[False, "invariant"] = False,
     state_bytes: float = STATE_BYTES,
 ) -> Plan:
     """Predict the training step of a model under every strategy and split of the ranks.
@@ -160,6 +162,9 @@ def plan(
         tiled_mlp: whether the MLP is computed for some tokens at a time. By default only where it is needed.
         head_groups: in how many groups of heads the projections and attention are computed, a divisor of the KV heads.
             By default in one, or up to four where it is needed.
+        deterministic: with "invariant", attention has the same bits on any number of ranks, see ``seqpar.attention``.
+            All strategies then send and compute the same, so "ring" stands for all of them. Its kernels have rates
+            of their own, "invariant" in ``hardware.attention``.
         state_bytes: bytes per weight, for the weight, its gradient and the state of the optimizer. It is 16 for AdamW
             with float32 weights that are gathered in bfloat16 (FSDP2 with a mixed-precision policy), 18 with bfloat16
             copies besides (DeepSpeed), and 8 for AdamW all in bfloat16.
@@ -186,6 +191,8 @@ def plan(
             f"model: {shape.name} has {experts} experts in a layer, and the planner shards weights as FSDP does, "
             f"which gathers all experts: expected at most {_MOST_EXPERTS}; use a framework with expert parallelism"
         )
+    if deterministic:
+        kernel = _invariant_kernel(deterministic, kernel, shape)
     gpus.rate(kernel)
     if check_number("state_bytes", state_bytes) < 0:
         raise ValueError(f"state_bytes={state_bytes}: expected the bytes per weight, at least 0")
@@ -226,6 +233,24 @@ def plan(
     of_batch = shape, gpus, mask, seq_len, ranks, batch, global_batch
     name, how = gpus.kernel_name(kernel), f"{degrees}; {saving}" if str(saving) else degrees
     return Plan(*of_batch, name, state_bytes, base.pairs, choices, fewest, longest, how)
+
+
+def _invariant_kernel(deterministic: object, kernel: str | None, model: ModelShape) -> str:
+    """The name of the kernels of ``deterministic="invariant"``."""
+    if deterministic != INVARIANT:
+        raise ValueError(
+            f"deterministic={deterministic!r}: expected False or 'invariant'; with True the ranks send the same "
+            "messages as with False, and the rates of its kernels are not known"
+        )
+    if kernel not in (None, INVARIANT):
+        raise ValueError(f"kernel={kernel!r}: deterministic='invariant' has kernels of its own; leave kernel out")
+    for part in (x for layer in model.layers for x in layer.parts if isinstance(x, SelfAttention)):
+        if type(part) is not SelfAttention or part.kv_rank:
+            raise ValueError(
+                f"deterministic='invariant': {model.name} has latent attention, or attention to chosen or compressed "
+                "keys, for which it is not modelled; plan with deterministic=False"
+            )
+    return INVARIANT
 
 
 # The work of a step, and the switches

@@ -12,7 +12,7 @@ import textwrap
 from ..masks.mask import Mask
 from .mlp import TILE_TOKENS
 from .setting import WEIGHTS, Setting
-from .split import Switches
+from .split import INVARIANT, Switches
 from .step import Choice
 
 _WIDTH = 100  # columns
@@ -153,8 +153,8 @@ torch.distributed.destroy_process_group()
 # The same for the Trainer, TRL or accelerate, as parallelism_config=:  #? !tp
 {config}  #? !tp
  #? !tp
-# Measure its attention{mask_like}:
-{bench}
+# Measure its attention{mask_like}:  #? !invariant
+{bench}  #? !invariant
 """
 
 
@@ -177,12 +177,12 @@ def code(choice: Choice, setting: Setting) -> str:
     ranks, per_host, parts = dp * ring * ulysses * tensor, s.hardware.gpus_per_host, choice.accumulation
     kernel = s.hardware.kernel_name(s.kernel)
     # "auto" takes the first kernel of the hardware, if it is installed.
-    backend = "" if kernel == s.hardware.kernel_name(None) else _BACKENDS.get(kernel, kernel)
+    backend = "" if kernel in (s.hardware.kernel_name(None), INVARIANT) else _BACKENDS.get(kernel, kernel)
     starts = () if s.mask.branches else s.mask.starts[0]
     edges = [*(x for x in starts if x < s.seq_len), s.seq_len]
     length = -(-s.seq_len // max(1, len(edges) - 1))
     of_memory = _memory(choice.switches) if model.takes_memory else ""
-    of_attention = _keywords(comm=choice.comm, backend=backend)
+    of_attention = _keywords(comm=choice.comm, backend=backend, deterministic=INVARIANT if s.is_invariant else None)
     words = [*_keywords(strategy=choice.context, layout=choice.layout), *of_attention]
     words += [f"memory={of_memory}"] if of_memory else []
     of_config = [f"cp_size={ring * ulysses}", *words]
@@ -200,6 +200,7 @@ def code(choice: Choice, setting: Setting) -> str:
         "balanced": choice.layout == "balanced",
         "memory": bool(of_memory),
         "hsdp": hsdp,
+        "invariant": s.is_invariant,
         "zero1": choice.weights == "zero1",
     }
     mesh_of_shards = ', "mesh": hosts' if hsdp else ', "mesh": shards' if tensor > 1 else ""

@@ -78,7 +78,8 @@ def floor_seconds(setting: Setting) -> tuple[float, float]:
     rate = s.hardware.rate(s.kernel)
     flops = m.attention_flops(s.pairs) * sequences
     gemm = 3.0 * m.token_flops * s.seq_len * sequences / s.hardware.gemm_flops
-    return gemm, flops / rate.forward + 2.5 * flops / rate.backward
+    backward = 3.5 if s.is_invariant else 2.5  # times the FLOPs of the forward
+    return gemm, flops / rate.forward + backward * flops / rate.backward
 
 
 def kind_of(setting: Setting) -> str:

@@ -18,14 +18,18 @@ from torch import Tensor
 
 from ..comm.p2p import Links
 from ..comm.waiting import Pending
-from ..kernels.base import OutputGrad
+from ..kernels.base import OutputGrad, Score
+from ..kernels.document_tiles import MaskParts, OutputTiles, TileKernels
 from ..placement.heads import Heads
+from ..schedule.document_tiles import pairs_computed
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step
 from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import HeadChunk, HeadExchange, Incoming
 from ..strategies.head_messages import HeadSlices, row_widths
+from ..strategies.invariant import Invariant
 from ..strategies.local import Kernel
+from ..strategies.row_exchange import RowPlan
 from ..strategies.transport import KV, KeyValues, Message, PeerToPeer, Wait
 from .rank import RankTimeline, Sizes
 
@@ -148,6 +152,78 @@ class RecordedHeadExchange(HeadExchange):
             return result
 
         return Incoming(Pending(), arrived)
+
+
+class RecordedInvariant(Invariant):
+    """The algorithm of ``deterministic="invariant"``, whose messages and kernels are recorded.
+
+    Args:
+        recorder: the rank.
+    """
+
+    def __init__(self, recorder: RankTimeline) -> None:
+        self._recorder = recorder
+
+    def kernels(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> TileKernels:
+        return _RecordedTiles(self._recorder)
+
+    def start(self, plan: RowPlan, call: AttentionCall, *messages: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        recorder, numbers = self._recorder, []
+        for tensors in messages:
+            row_bytes = sum(x.shape[2:].numel() * x.element_size() for x in tensors)
+            sent, received = ([n * row_bytes for n in rows] for rows in (plan.sends, plan.receives))
+            sizes, bandwidth = (enumerate(sent), enumerate(received)), recorder.split.hardware.all_to_all
+            recorder.compute("pack", nbytes=2 * sum(sent))  # one read and one write
+            numbers.append(recorder.start("rows of tiles", "all-to-all", "ring", *sizes, bandwidth))
+
+        def wait() -> list[Tensor]:
+            recorder.timeline.wait(*numbers)
+            found = [x.new_empty(1, len(plan.index), *x.shape[2:]) for tensors in messages for x in tensors]
+            recorder.compute("unpack", nbytes=4 * sum(x.nbytes for x in found))  # joined, and put into tiles
+            return found
+
+        return wait
+
+
+class _RecordedTiles:
+    """Kernels of tiles that are recorded.
+
+    A tile of scores is a product of q and k (d). Forward multiplies its weights by v (e). Backward multiplies dout by v
+    (e) and the gradient of the scores by k for dq (d); and again for dk (d) and dv (e), which also need dout by v.
+    """
+
+    def __init__(self, recorder: RankTimeline) -> None:
+        self._recorder = recorder
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskParts, score: Score) -> tuple[Tensor, Tensor]:
+        self._record("attend", seen, q, q.shape[3] + v.shape[3])
+        return q.new_empty(*q.shape[:3], v.shape[3]), self._statistics(q)
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+        self._recorder.compute("delta", nbytes=out.nbytes + dout.nbytes)
+        return self._statistics(out)
+
+    def query_gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
+    ) -> Tensor:
+        self._record("dq", seen, q, 2 * q.shape[3] + v.shape[3])
+        return q
+
+    def key_gradients(
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
+    ) -> tuple[Tensor, Tensor]:
+        self._record("dk, dv", seen, q, 2 * (q.shape[3] + v.shape[3]))
+        return k, v
+
+    def _statistics(self, like: Tensor) -> Tensor:
+        return like.new_empty(1, like.shape[2], like.shape[1], dtype=torch.float32)
+
+    def _record(self, name: str, seen: MaskParts, q: Tensor, width: int) -> None:
+        s, on_host = self._recorder.split, [part.on_host() or part for part in seen]
+        rate = s.hardware.rate(s.kernel)
+        flops = 2.0 * pairs_computed(on_host) * q.shape[2] * width
+        seconds = flops / (rate.forward if name == "attend" else rate.backward)
+        self._recorder.timeline.compute(name, len(seen) * s.hardware.kernel + seconds)
 
 
 class _NoGradient:

@@ -18,6 +18,7 @@ from .pairs import computed_pairs
 WITHIN, BETWEEN = "within_host", "between_hosts"
 LEVELS = (WITHIN, BETWEEN)
 
+INVARIANT = "invariant"  # the name of the kernels of ``deterministic="invariant"``
 ELEMENT_BYTES = 2  # of a weight or an activation in bfloat16
 FLOAT32_BYTES = 4
 
@@ -41,7 +42,8 @@ class Split:
         replicas: data-parallel replicas.
         layout: which positions each rank holds.
         gather: whether K/V are all-gathered in one step (``comm="all_gather"``) instead of sent around the ring.
-        kernel: the attention kernel, a name of ``hardware.attention``; None is the first one.
+        kernel: the attention kernel, a name of ``hardware.attention``; None is the first one. "invariant" are the
+            kernels and the messages of ``deterministic="invariant"``.
         dtype: the dtype of q, k and v.
     """
 
@@ -67,6 +69,11 @@ class Split:
     def ranks(self) -> int:
         """Number of ranks of all replicas."""
         return self.sequence_ranks * self.replicas
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether attention has the same bits on any number of ranks."""
+        return self.kernel == INVARIANT
 
     @property
     def hosts(self) -> int:

@@ -31,7 +31,8 @@ def settings(base: Setting, ranks: int, replicas: int | None) -> Iterator[Settin
     for split in splits(base, ranks, replicas):
         for layout in _layouts(split):
             yield replace(split, layout=layout)
-            if split.ring > 1 and split.ulysses == 1 and split.tensor == 1:  # layers with tp have no all-gather
+            plain = split.ulysses == split.tensor == 1 and not split.is_invariant  # layers with tp have no all-gather
+            if split.ring > 1 and plain:
                 yield replace(split, layout=layout, gather=True)
 
 
@@ -44,6 +45,8 @@ def splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]
             continue
         if tensor * ulysses > m.attention.heads or ring > LONGEST_RING:
             continue  # some ranks would have no heads, or each would have little to compute between transfers
+        if base.is_invariant and tensor * ulysses > 1:
+            continue  # every strategy sends and computes what a ring of as many ranks does; tp_sp has no such bits
         if tensor > base.hardware.gpus_per_host:
             continue  # tensor parallelism between hosts: every layer would wait for it
         if tensor > 1 and not m.tensor_parallel:

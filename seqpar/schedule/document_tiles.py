@@ -98,10 +98,9 @@ class DocumentTiles:
 
     def seen_by(self, tiles: Tensor, rows: Tensor) -> Tensor:
         """Which of ``rows`` some row of ``tiles`` sees, bool ``[len(rows)]``."""
-        change, queries = torch.zeros(self.lo.shape[1] + 1, dtype=torch.int64, device=CPU), rows_of(tiles)
-        for ends, step in ((self.lo[:, queries].flatten(), 1), (self.hi[:, queries].flatten(), -1)):
-            change.index_add_(0, ends, torch.full_like(ends, step))
-        return change.cumsum(0)[rows] > 0
+        lo, hi = (ends[:, rows_of(tiles)].flatten().sort().values for ends in (self.lo, self.hi))
+        begun, ended = torch.searchsorted(lo, rows, right=True), torch.searchsorted(hi, rows, right=True)
+        return begun > ended
 
     def seeing(self, tiles: Tensor, rows: Tensor) -> Tensor:
         """Which of ``rows`` see some row of ``tiles``, increasing; bool ``[len(rows)]``."""
@@ -126,6 +125,17 @@ class DocumentTiles:
             found.append(TileGroup(slice(q_start, q_stop), slice(k_start, k_stop), of_parts))
             q_start, k_start = q_stop, k_stop
         return tuple(found)
+
+
+def pairs_computed(seen: Sequence[KeyIntervals]) -> int:
+    """The pairs of a query and a key in the tiles that a kernel computes: for each part of the mask and each tile of
+    queries, from the first tile of keys with a visible one to the last."""
+    tiles = 0
+    for part in seen:
+        lo, hi = (x.view(-1, TILE) for x in (part.lo, part.hi))
+        first = torch.where(lo < hi, lo // TILE, part.lo.max()).amin(1)
+        tiles += int((torch.where(lo < hi, -(-hi // TILE), 0).amax(1) - first).clamp(min=0).sum())
+    return tiles * TILE**2
 
 
 def tiles_of(rows: Tensor) -> Tensor:

@@ -49,8 +49,8 @@ class Invariant(Algorithm):
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator(q.dtype))
-        kernels, parts = _kernels(call, q, k, v), _head_tiles(call, q)
-        starts = [partial(_start, own.keys, call, (k[:, :, of_kv], v[:, :, of_kv])) for _, of_kv, _, own in parts]
+        kernels, parts = self.kernels(call, q, k, v), _head_tiles(call, q)
+        starts = [partial(self.start, own.keys, call, (k[:, :, of_kv], v[:, :, of_kv])) for _, of_kv, _, own in parts]
         for (heads, _, score, own), (k_tiles, v_tiles) in zip(parts, _ahead(starts), strict=True):
             q_tiles = own.take(q[:, :, heads])
             if call.record is not None:
@@ -69,7 +69,7 @@ class Invariant(Algorithm):
     ) -> AttentionGradients:
         q, k, v, out, lse = saved
         dq, dk, dv, delta = map(torch.empty_like, (q, k, v, lse))
-        kernels, parts = _kernels(call, q, k, v), _head_tiles(call, q)
+        kernels, parts = self.kernels(call, q, k, v), _head_tiles(call, q)
         starts: list[Callable[[], Callable[[], list[Tensor]]]] = []
         for heads, of_kv, _, own in parts:
             with _noted(call):
@@ -78,7 +78,7 @@ class Invariant(Algorithm):
                 delta[:, heads] = own.put([found.mT]).mT
             keys = k[:, :, of_kv], v[:, :, of_kv]
             queries = (q[:, :, heads], dout[:, :, heads]), (lse[:, heads].mT, delta[:, heads].mT)
-            starts += partial(_start, own.keys, call, keys), partial(_start, own.queries, call, *queries)
+            starts += partial(self.start, own.keys, call, keys), partial(self.start, own.queries, call, *queries)
         arrived = _ahead(starts)
         for heads, of_kv, score, own in parts:
             k_tiles, v_tiles = next(arrived)
@@ -109,6 +109,28 @@ class Invariant(Algorithm):
                 dk[:, :, of_kv], dv[:, :, of_kv] = (own.put([*x]) for x in zip(*pairs, strict=True))
         dsinks = None if call.score.sinks is None else sink_gradient(call.score, OutputGrad(dout, out, lse, delta))
         return dq, dk, dv, dsinks
+
+    def kernels(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> TileKernels:
+        """What computes the tiles."""
+        return tile_kernels(call.spec.backend, q, k, v.shape[3], call.score)
+
+    def start(self, plan: RowPlan, call: AttentionCall, *messages: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Start to fetch tiles ``[1, m, ...]`` of tensors ``[b, s, ...]`` of all ranks.
+
+        The tensors of a message have one dtype. The function that is returned waits for the tiles.
+        """
+        link = links_of(call.placement, messages[0][0].device).ulysses
+        rows = [[x.flatten(0, 1).flatten(1) for x in message] for message in messages]
+        waits = [start_fetch(torch.cat(message, 1), plan, link) for message in rows]
+
+        def wait() -> list[Tensor]:
+            found = []
+            for message, of_rows, fetched in zip(messages, rows, waits, strict=True):
+                parts = fetched().split([x.shape[1] for x in of_rows], 1)
+                found += [part.reshape(1, -1, *x.shape[2:]) for part, x in zip(parts, message, strict=True)]
+            return found
+
+        return wait
 
 
 def check_invariant(spec: AttentionSpec, alibi_slopes: Tensor | None, latent_weight: Tensor | None) -> None:
@@ -242,25 +264,6 @@ def _rank_tiles(
     )
 
 
-def _start(plan: RowPlan, call: AttentionCall, *messages: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-    """Start to fetch tiles ``[1, m, ...]`` of tensors ``[b, s, ...]`` of all ranks.
-
-    The tensors of a message have one dtype. The function that is returned waits for the tiles.
-    """
-    link = links_of(call.placement, messages[0][0].device).ulysses
-    rows = [[x.flatten(0, 1).flatten(1) for x in message] for message in messages]
-    waits = [start_fetch(torch.cat(message, 1), plan, link) for message in rows]
-
-    def wait() -> list[Tensor]:
-        found = []
-        for message, of_rows, fetched in zip(messages, rows, waits, strict=True):
-            parts = fetched().split([x.shape[1] for x in of_rows], 1)
-            found += [part.reshape(1, -1, *x.shape[2:]) for part, x in zip(parts, message, strict=True)]
-        return found
-
-    return wait
-
-
 def _ahead(starts: Iterable[Callable[[], Callable[[], list[Tensor]]]]) -> Iterator[list[Tensor]]:
     """What has been fetched, in order. Before it is computed with, the next fetch has been started."""
     waits: list[Callable[[], list[Tensor]]] = []
@@ -270,10 +273,6 @@ def _ahead(starts: Iterable[Callable[[], Callable[[], list[Tensor]]]]) -> Iterat
             yield waits.pop(0)()
     for wait in waits:
         yield wait()
-
-
-def _kernels(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> TileKernels:
-    return tile_kernels(call.spec.backend, q, k, v.shape[3], call.score)
 
 
 @contextmanager
