@@ -26,7 +26,7 @@ from ..settings import H100
 from .sizes import DOCUMENTS, SHAPE, TOKENS
 
 RANKS = 4
-ONE_HOST = {"base": "h100", "attention": {"cpu": [1e12, 1e12]}, "gpus_per_host": RANKS}
+ONE_HOST = {"base": "h100", "attention": {"cpu": [1e12, 1e12], "invariant": [1e12, 1e12]}, "gpus_per_host": RANKS}
 # By strategy, and the strategy beside tensor parallelism: how weights are sharded; what is recomputed, whether
 # activations are offloaded, the loss chunked, the MLP tiled, and in how many groups heads are computed.
 VARIANTS: dict[str, tuple[Any, ...]] = {
@@ -75,6 +75,7 @@ def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         texts[f"{name}, packed"] = packed.code(choice)
     full = choices["context_parallel context_parallel"]
     texts["mixer"] = replace(plan, model=replace(SHAPE, layers=(*SHAPE.layers, MIXER))).code(full)
+    texts["invariant"] = small_plan(deterministic="invariant", replicas=1).code()
     not_causal = replace(plan, model=replace(SHAPE, causal=False), mask=Mask.full())
     texts["masked"] = not_causal.code(choices["ulysses ulysses"])
     for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model", "activation_checkpointing_enable()"):

@@ -31,7 +31,10 @@ class LlamaLayer(nn.Module):
     def __init__(self, strategy: str, kv_heads: int, group: ProcessGroup) -> None:
         super().__init__()
         options: dict[str, Any] = {"group": group, "dtype": torch.bfloat16}
+        if strategy == "invariant":
+            strategy, options["deterministic"] = "ring", strategy
         self.attention = seqpar.ParallelAttention(strategy, HIDDEN, HEADS, kv_heads, 8, layout="contiguous", **options)
+        options.pop("deterministic", None)
         self.mlp: nn.Module
         if strategy == "tp_sp":
             self.mlp = seqpar.MegatronMLP(HIDDEN, 3 * HIDDEN, **options)
@@ -61,12 +64,13 @@ def kept(group: ProcessGroup, strategy: str, kv_heads: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
-@pytest.mark.parametrize("strategy", ["ring", "context_parallel", "ulysses", "tp_sp"])
+@pytest.mark.parametrize("strategy", ["ring", "context_parallel", "ulysses", "tp_sp", "invariant"])
 def test_activations_are_within_5_percent_of_what_autograd_keeps(pool: Pool, strategy: str, kv_heads: int) -> None:
     world = 2
+    kernel = "invariant" if strategy == "invariant" else None
     degree = {"ulysses": "ulysses", "tp_sp": "tensor"}.get(strategy, "ring")
     model = decoder("m", 1, HIDDEN, HEADS, kv_heads, 8, 3 * HIDDEN, 64)
-    setting = replace(Setting(H100, Mask.causal(), TOKENS, 2, model=model), **{degree: world})
+    setting = replace(Setting(H100, Mask.causal(), TOKENS, 2, model=model, kernel=kernel), **{degree: world})
     for everything, recomputed in pool.run(world, kept, strategy, kv_heads):
         assert layer_activations(model.layers[0], setting) == pytest.approx(everything, rel=0.05)
         assert layer_activations(model.layers[0], setting, Switches("full")) == pytest.approx(recomputed, rel=0.05)

@@ -58,6 +58,31 @@ def test_a_plan_of_64_gpus_is_ordered() -> None:
     json.dumps(plan.as_dict())
 
 
+def test_the_price_of_invariant_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the same kernels, a step computes, sends and keeps more than a ring of as many ranks."""
+    rates = {"base": "h200", "attention": {"triton": [5e14, 5e14], "invariant": [5e14, 5e14]}}
+    options: dict[str, Any] = {"hardware": rates, "replicas": 1, "recompute": "none", "offload": False}
+    options |= {"mask": Mask.full(), "global_batch": 1}
+    usual = seqpar.plan("llama3-8b", 1 << 16, 8, **options)
+    plan = seqpar.plan("llama3-8b", 1 << 16, 8, deterministic="invariant", **options)
+    assert plan.kernel == "invariant" and plan.best.strategy == "ring"
+    assert {(x.strategy, x.degrees["ulysses"], x.degrees["tp"]) for x in plan.choices} == {("ring", 1, 1)}
+    ring = next(x for x in usual.choices if x.context == "ring" and x.degrees["ring"] == 8 and not x.switches.saving)
+    price = next(x for x in plan.choices if not x.switches.saving)
+    assert price.layout == ring.layout and price.switches == ring.switches
+    assert price.compute_s > 1.05 * ring.compute_s and price.floor_s > 1.05 * ring.floor_s
+    assert price.memory.working > ring.memory.working and price.memory.activations == ring.memory.activations
+    # Of 32 layers: k and v twice; and their gradients in float32, or q, dout and two numbers of each of 32 heads.
+    tokens, d, d_kv = 32 * 7 * (1 << 13), 4096, 2048
+    assert sum(ring.bytes_sent.values()) == tokens * d_kv * (2 * 2 + 4)
+    assert sum(price.bytes_sent.values()) == tokens * (d_kv * 2 * 2 + 2 * d * 2 + 32 * 8)
+    code = plan.code()
+    assert code.count('deterministic="invariant"') == 2 and "seqpar bench" not in code and "backend" not in code
+    plan_command("llama3-8b", "64K", 8, hardware="h200", deterministic="invariant")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "attention kernel invariant" in printed and "ring: like every other strategy with as many ranks" in printed
+
+
 @pytest.mark.thorough
 def test_equal_choices_are_ordered_by_what_is_easy_to_run() -> None:
     """The first choice offloads nothing and has a tenth of the memory left, although others are a little faster."""
@@ -316,6 +341,10 @@ def test_documents_need_less_than_one_sequence() -> None:
         ({"mask": Mask.documents([0, 8])}, "cu_seqlens"),
         ({"mask": Mask.by_heads([Mask.causal()] * 3)}, "by_heads of 3 groups, but attention has 32 query heads"),
         ({"mask": Mask.by_heads([Mask.causal()] * 2), "head_groups": 2}, "head_groups=2: not with Mask.by_heads"),
+        ({"deterministic": True}, "deterministic=True: expected False or 'invariant'; with True the ranks send"),
+        ({"deterministic": "invariant", "kernel": "flash3"}, "kernel='flash3': .* has kernels of its own"),
+        ({"deterministic": "invariant", "hardware": "b200"}, "kernel='invariant' has not been measured on b200"),
+        ({"deterministic": "invariant", "model": LATENT}, "deterministic='invariant': .* has latent attention"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], words: str) -> None:
@@ -359,6 +388,7 @@ def test_tokens_in_words() -> None:
         ({"global_batch": "12K"}, "expected a multiple of seq-len=8192"),
         ({"global_batch": "x"}, "expected a number of sequences"),
         ({"state_bytes": -1.0}, "state_bytes=-1.0: expected the bytes"),
+        ({"deterministic": "yes"}, "deterministic='yes': expected False or 'invariant'"),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

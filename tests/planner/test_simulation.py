@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
 from seqpar import Mask
 from seqpar.placement.balanced import balanced_layout
 from seqpar.placement.layout import LAYOUTS, Assigned, Layout, TokenLayout
+from seqpar.planner.hardware import AttentionRate
 from seqpar.planner.mixes import mask_of
 from seqpar.planner.pairs import computed_pairs, visible_pairs
 from seqpar.planner.rank import RankTimeline
 from seqpar.planner.setting import Setting
-from seqpar.planner.simulate import Task, Timeline, simulate
+from seqpar.planner.simulate import COMPUTE, Task, Timeline, simulate
 from seqpar.planner.split import Switches
 from seqpar.planner.step import step
+from seqpar.strategies.invariant import Invariant
 
 from ..core.test_hosts import simulated
+from ..pool import Pool, on_ranks
 from ..settings import H100, attention, attention_shape, decoder, sent_bytes
 
 # The simulation
@@ -208,6 +214,94 @@ def test_bytes_are_those_that_the_runtime_counts(world: int, strategy: str, monk
             gather=strategy == "context_parallel",
         )
         assert sent_bytes(setting, rank) == expected, name
+
+
+class Products(TorchDispatchMode):
+    """Counts the FLOPs of batched matrix products."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.bmm.default:
+            self.flops += 2 * args[0].numel() * args[1].shape[2]
+        return function(*args, **(kwargs or {}))
+
+    def during(self, function: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with self:
+                return function(*args)
+
+        return run
+
+
+@on_ranks
+def sent_and_multiplied(group: ProcessGroup, cases: Sequence[tuple[Mask, Layout, str]]) -> list[list[Any]]:
+    """Of this rank, with ``deterministic="invariant"``: what ``counted`` returns, and the FLOPs of matrix products."""
+    found = []
+    for mask, layout, strategy in cases:
+        forward, backward = Products(), Products()
+        counted_too: Any = {
+            "forward": forward.during(Invariant.forward),
+            "backward": backward.during(Invariant.backward),
+        }
+        with mock.patch.multiple(Invariant, **counted_too):
+            sent = counted(group, mask, layout, INVARIANT_TOKENS, 4, {"strategy": strategy, **INVARIANT_OPTIONS})
+        found.append([*sent, forward.flops, backward.flops])
+    return found
+
+
+def invariant_setting(world: int, mask: Mask, layout: Layout) -> Setting:
+    """Whose FLOPs take as many seconds as there are."""
+    gpu = replace(H100, gpus_per_host=PER_HOST, attention={"invariant": AttentionRate(1.0, 1.0)}, kernel=0.0)
+    shape = attention_shape(4, 2, HEAD_DIM, V_HEAD_DIM)
+    return Setting(
+        gpu, mask, INVARIANT_TOKENS, BATCH, model=shape, ring=world, layout=layout, kernel="invariant"
+    )  # fmt: skip
+
+
+INVARIANT_TOKENS, INVARIANT_OPTIONS = 390, {"deterministic": "invariant"}
+INVARIANT_MASKS = {
+    **{name: MASKS[name] for name in ("full", "causal", "window", "window around")},
+    "documents": Mask.documents([[0, 100, 150, 390], [0, 30, 300, 390]]) & Mask.sliding_window(90),
+    "padding": Mask.causal() & Mask.padding(3, 150),
+    "by heads": Mask.by_heads([Mask.full(), Mask.sliding_window(100)]),
+    "tree": Mask.tree([-1, 0, 0, -1, 3], [140, 60, 50, 70, 70]),
+}
+
+
+@pytest.mark.thorough(world=[3])
+@pytest.mark.parametrize("world", [2, 3])
+def test_bytes_and_flops_of_invariant_bits(pool: Pool, world: int) -> None:
+    """Of every rank of a real run. A backward has seven products, and not five."""
+    layouts = *LAYOUTS, "zigzag"
+    cases = [
+        (mask, layouts[i % 4], ("ring", "ulysses", "context_parallel")[i % 3])
+        for i, mask in enumerate(INVARIANT_MASKS.values())
+    ]
+    totals = [0, 0]  # of the full mask, on all ranks
+    for rank, of_rank in enumerate(pool.run(world, sent_and_multiplied, cases)):
+        totals = [total + flops for total, flops in zip(totals, of_rank[0][2:], strict=True)]
+        for (mask, layout, _), (*sent, forward, backward) in zip(cases, of_rank, strict=True):
+            setting = invariant_setting(world, mask, layout)
+            assert sent_bytes(setting, rank) == sent, (mask, layout)
+            flops = [
+                sum(x.links[COMPUTE] for x in result.tasks if x.name in ("attend", "dq", "dk, dv"))
+                for result in attention(setting, rank)
+            ]
+            if mask.branches:  # a kernel computes a tile once for each part of the mask that has pairs in it
+                assert flops[0] >= forward and flops[1] >= backward
+            else:
+                assert flops == [forward, backward], (mask, layout)
+    assert totals[1] * (HEAD_DIM + V_HEAD_DIM) == totals[0] * (4 * HEAD_DIM + 3 * V_HEAD_DIM)
+
+
+def test_bytes_of_invariant_bits_between_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for mask, layout in zip(INVARIANT_MASKS.values(), LAYOUTS * 3, strict=False):
+        with simulated(3 * PER_HOST, 13, PER_HOST, monkeypatch) as group:
+            options = {"strategy": "hybrid", "ulysses_size": 4, **INVARIANT_OPTIONS}
+            expected = counted(group, mask, layout, INVARIANT_TOKENS, 4, options)
+        assert sent_bytes(invariant_setting(3 * PER_HOST, mask, layout), 13) == expected, (mask, layout)
+        assert all(expected[1])
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
