@@ -152,7 +152,7 @@ torch.distributed.destroy_process_group()
 
 # The same for the Trainer, TRL or accelerate, as parallelism_config=:  #? !tp
 {config}  #? !tp
- #? !tp
+ #? !tp !invariant
 # Measure its attention{mask_like}:  #? !invariant
 {bench}  #? !invariant
 """
