@@ -52,7 +52,9 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         overlap: how communication and GEMMs overlap: "auto", "ring" or "none".
         context: the strategy of attention over the ring and ulysses dimensions: "ring", "ulysses", "hybrid" or
             "context_parallel"; by default it follows from the sizes of the two dimensions.
-        options: the options of that strategy, and the arguments of ``ParallelAttention``.
+        options: the options of that strategy, and the arguments of ``ParallelAttention``. With
+            ``deterministic="invariant"``, the number of tensor-parallel ranks must divide the KV heads, and attention
+            has the same bits on any number of other ranks.
     """
 
     strategy = "tp_sp"
@@ -86,6 +88,11 @@ class MegatronAttention(ShardedWeights, AttentionLayer):
         if one_rank and mesh is not None and context is not None:
             resolve(context, None, context_group(mesh), self.strategy_options)  # raises if the options do not fit
         strategy, heads = "local" if one_rank else self.context, self._heads
+        if self.spec.deterministic == "invariant" and self.num_kv_heads % self._tensor_ranks:
+            raise ValueError(
+                f"deterministic='invariant': expected KV heads that divide by the {self._tensor_ranks} tp ranks, but "
+                f"there are {self.num_kv_heads}; take fewer tp ranks, or pass deterministic=True"
+            )
         self.spec = self.spec.having(strategy=strategy, tensor_parallel=True, first_head=heads.queries.start)
         ranks = Sharding(0, mesh=mesh, group=group, strategy="tp_sp")
         ranks.place(self.spec, self._parallel_context)  # raises here, not at the first forward

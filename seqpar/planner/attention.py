@@ -169,7 +169,9 @@ class SelfAttention(LayerPart):
         nbytes += kv * (FLOAT32_BYTES + ELEMENT_BYTES)
         if split.is_invariant:  # for some heads, rows as they have arrived, in the order of the tokens, and in tiles
             of_token = ELEMENT_BYTES * (self.d_kv + self.d + self.d_out) + 2 * FLOAT32_BYTES * self.heads
-            nbytes += 3 * split.seq_len * split.batch * of_token / min(self.kv_heads, len(split.mask.head_groups) or 2)
+            groups = len(split.mask.head_groups)
+            parts = max(split.tensor, groups) if groups else min(self.kv_heads, 2 * split.tensor)
+            nbytes += 3 * split.seq_len * split.batch * of_token / parts
         elif split.ring > 1 and split.gather:  # two chunks of the K/V of the other ranks, and of their gradients
             chunks = min(_ALL_GATHER_CHUNKS, kv_heads)
             nbytes += (split.ring - 1) * kv * (2 * ELEMENT_BYTES + 2 * FLOAT32_BYTES) / chunks
@@ -216,7 +218,7 @@ class AttentionTimeline:
         self._rate = s.hardware.rate(s.kernel)
         ulysses: Any = SimulatedRanks(s.ulysses, rank.ulysses)
         ring: Any = SimulatedRanks(s.ring, rank.ring)
-        # Without tensor parallelism, a ring without all-to-alls has all ranks of the sequence.
+        # Without all-to-alls, a ring has all ranks of attention.
         self._placement = Placement(ring, ring, ulysses, s.gather, tokens=s.tokens)
         latent = None
         if sizes.kv_rank:

@@ -45,8 +45,8 @@ def splits(base: Setting, ranks: int, replicas: int | None) -> Iterator[Setting]
             continue
         if tensor * ulysses > m.attention.heads or ring > LONGEST_RING:
             continue  # some ranks would have no heads, or each would have little to compute between transfers
-        if base.is_invariant and tensor * ulysses > 1:
-            continue  # every strategy sends and computes what a ring of as many ranks does; tp_sp has no such bits
+        if base.is_invariant and (ulysses > 1 or m.attention.kv_heads % tensor):
+            continue  # every strategy sends and computes what a ring does; tp_sp needs KV heads that divide by tp
         if tensor > base.hardware.gpus_per_host:
             continue  # tensor parallelism between hosts: every layer would wait for it
         if tensor > 1 and not m.tensor_parallel:

@@ -139,7 +139,6 @@ def check_invariant(spec: AttentionSpec, alibi_slopes: Tensor | None, latent_wei
         "dropout_p: what is dropped depends on the positions in the sequence": spec.dropout_p > 0,
         "latent_weight: expand the keys and values before the call": latent_weight is not None,
         "alibi_slopes of each batch row: pass [heads]": alibi_slopes is not None and alibi_slopes.dim() == 2,
-        "strategy='tp_sp': its output is a sum over the tp ranks, in an order of their number": spec.tensor_parallel,
         "gather='activations': the gradients of its hidden states are sums over the ranks": spec.strategy == REPLICATED,
     }
     for reason, found in reasons.items():
@@ -161,9 +160,10 @@ def _head_tiles(call: AttentionCall, q: Tensor) -> list[_HeadTiles]:
 
     They are the same on any number of ranks: the groups of heads with masks of their own, or two halves of KV heads.
     """
-    plans = call.plan.plans if isinstance(call.plan, PlanByHeads) else [call.plan]
-    found = []
-    for i, group in call.heads.groups(q.shape[2] // len(plans)):
+    plans, groups, found = [call.plan], [(0, call.heads)], []
+    if isinstance(call.plan, PlanByHeads):
+        plans, groups = [*call.plan.plans], call.heads.groups(call.plan.size)
+    for i, group in groups:
         tiles = _RankTiles.of(call, plans[i], call.cuts[i], q.shape[0], q.device)
         for part in group.chunks(_PARTS if len(plans) == 1 else 1):
             heads, kv_heads = part.q_range(within=call.heads), part.kv_range(within=call.heads)

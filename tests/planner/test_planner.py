@@ -65,10 +65,12 @@ def test_the_price_of_invariant_bits(capsys: pytest.CaptureFixture[str]) -> None
     options |= {"mask": Mask.full(), "global_batch": 1}
     usual = seqpar.plan("llama3-8b", 1 << 16, 8, **options)
     plan = seqpar.plan("llama3-8b", 1 << 16, 8, deterministic="invariant", **options)
-    assert plan.kernel == "invariant" and plan.best.strategy == "ring"
-    assert {(x.strategy, x.degrees["ulysses"], x.degrees["tp"]) for x in plan.choices} == {("ring", 1, 1)}
+    assert plan.kernel == "invariant"
+    assert {(x.strategy, x.degrees["ulysses"]) for x in plan.choices} == {("ring", 1), ("tp_sp", 1)}
     ring = next(x for x in usual.choices if x.context == "ring" and x.degrees["ring"] == 8 and not x.switches.saving)
-    price = next(x for x in plan.choices if not x.switches.saving)
+    price, shards = (
+        next(x for x in plan.choices if x.strategy == name and not x.switches.saving) for name in ("ring", "tp_sp")
+    )
     assert price.layout == ring.layout and price.switches == ring.switches
     assert price.compute_s > 1.05 * ring.compute_s and price.floor_s > 1.05 * ring.floor_s
     assert price.memory.working > ring.memory.working and price.memory.activations == ring.memory.activations
@@ -77,7 +79,8 @@ def test_the_price_of_invariant_bits(capsys: pytest.CaptureFixture[str]) -> None
     assert sum(ring.bytes_sent.values()) == tokens * d_kv * (2 * 2 + 4)
     assert sum(price.bytes_sent.values()) == tokens * (d_kv * 2 * 2 + 2 * d * 2 + 32 * 8)
     code = plan.code()
-    assert code.count('deterministic="invariant"') == 2 and "seqpar bench" not in code and "backend" not in code
+    assert code.count('deterministic="invariant"') == 2 and plan.code(shards).count('deterministic="invariant"') == 1
+    assert "seqpar bench" not in code and "backend" not in code
     plan_command("llama3-8b", "64K", 8, hardware="h200", deterministic="invariant")
     printed = " ".join(capsys.readouterr().out.split())
     assert "attention kernel invariant" in printed and "ring: like every other strategy with as many ranks" in printed

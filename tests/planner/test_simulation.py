@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqpar
@@ -401,22 +401,29 @@ def test_strategies_are_ranked_by_bytes_as_the_runtime_counts_them(
     assert sorted(work, key=lambda x: work[x][0]) == sorted(work, key=lambda x: work[x][1])
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_bytes_of_a_tensor_parallel_layer(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, tokens = 64, 8 * world
-    with simulated(world, 1, 4, monkeypatch) as group:
-        attention_layer = seqpar.ParallelAttention("tp_sp", hidden, 8, 8, 8, group=group, dtype=torch.bfloat16)
-        mlp = seqpar.MegatronMLP(hidden, 2 * hidden, group=group, dtype=torch.bfloat16)
-        sharding = seqpar.Sharding(tokens, group=group, strategy="tp_sp")
-        x = torch.zeros(1, tokens // world, hidden, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize(("ring", "tensor", "kernel"), [(1, 2, None), (1, 8, None), (3, 4, "invariant")])
+def test_bytes_of_a_tensor_parallel_layer(ring: int, tensor: int, kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, tokens = 64, 40 * ring * tensor
+    with simulated(ring * tensor, 1, 4, monkeypatch):
+        mesh = init_device_mesh("cpu", (ring, tensor), mesh_dim_names=("ring", "tp"))
+        options: dict[str, Any] = {"mesh": mesh, "dtype": torch.bfloat16}
+        attention_layer = seqpar.ParallelAttention(
+            "tp_sp", hidden, 8, 8, 8, **options, layout="zigzag", deterministic=kernel or False
+        )
+        mlp = seqpar.MegatronMLP(hidden, 2 * hidden, **options)
+        sharding = seqpar.Sharding(tokens, "zigzag", mesh=mesh, strategy="tp_sp")
+        x = torch.zeros(1, 40, hidden, dtype=torch.bfloat16, requires_grad=True)
         with seqpar.trace() as forward:
-            y = mlp(attention_layer(x, sharding=sharding))
+            y = mlp(attention_layer(x, sharding=sharding), sharding)
         with seqpar.trace() as backward:
             y.sum().backward()
     model = decoder("m", 1, hidden, 8, 8, 8, 2 * hidden, 64)
-    setting = Setting(replace(H100, gpus_per_host=4), Mask.causal(), tokens, model=model, tensor=world)
+    hardware = replace(H100, gpus_per_host=4)
+    setting = Setting(
+        hardware, Mask.causal(), tokens, model=model, ring=ring, tensor=tensor, layout="zigzag", kernel=kernel
+    )
     (layer,) = model.layers
     for run, trace in ((layer.forward, forward), (layer.backward, backward)):
-        rank = RankTimeline(setting, tensor=1)
+        rank = RankTimeline(setting, 0, tensor=1)
         run(rank)
         assert sum(rank.timeline.sent.values()) == trace.bytes_sent

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import seqpar
@@ -21,7 +22,8 @@ from seqpar.kernels import document_tiles as kernels
 from seqpar.schedule import document_tiles as schedule
 from seqpar.strategies import invariant, row_exchange
 
-from ..pool import Pool, on_ranks
+from ..core.test_hosts import simulated
+from ..pool import Pool, mesh_of, on_ranks
 from ..problems import BATCH_RULES, HEAD_RULES, RULES, Problem, heads_for, solve
 from ..reference import assert_close, fitted, rows_of
 from ..strategy_cases import LAYOUTS, STRATEGIES, layout_of
@@ -265,6 +267,54 @@ def test_real_ranks(pool: Pool, world: int, shared_memory: bool) -> None:
         assert not [case for case in of_rank if case[1]]
 
 
+@on_ranks
+def attend_under_tensor_parallelism(
+    group: ProcessGroup, degrees: Sequence[int], mask: Mask, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> dict[str, Tensor]:
+    """out, dq, dk and dv of all tokens by a layer whose projections are exact.
+
+    A token of its input is q, k and v one after another, and a token of its result is out and zeros.
+    """
+    mesh, sizes, dtype = mesh_of(*degrees), [x.shape[2] * x.shape[3] for x in (q, k, v)], q.dtype
+    x, one = torch.cat([y.flatten(2) for y in (q, k, v)], 2), torch.eye(sum(sizes), dtype=dtype)
+    where: dict[str, Any] = {"mesh": mesh, "layout": "zigzag", "dtype": dtype}
+    layer = seqpar.ParallelAttention(
+        "tp_sp", x.shape[2], q.shape[2], k.shape[2], q.shape[3], **where, deterministic="invariant"
+    )
+    weights = dict(zip(("q_proj", "k_proj", "v_proj"), one.split(sizes), strict=True), o_proj=one[:, : sizes[0]])
+    for name, weight in weights.items():
+        p = getattr(layer, name).weight
+        p.data.copy_(distribute_tensor(weight, p.device_mesh, p.placements) if isinstance(p, DTensor) else weight)
+    sharding = seqpar.Sharding(x.shape[1], "zigzag", mesh=mesh, strategy="tp_sp")
+    mine = sharding.shard(x).requires_grad_()
+    y = layer(mine, mask, sharding)
+    zeros = dout.new_zeros(*x.shape[:2], sum(sizes[1:]))
+    (dx,) = torch.autograd.grad(y, mine, sharding.shard(torch.cat([dout.flatten(2), zeros], 2)))
+    found = [sharding.unshard(y.detach())[:, :, : sizes[0]], *sharding.unshard(dx).split(sizes, 2)]
+    return dict(zip(("out", "dq", "dk", "dv"), found, strict=True))
+
+
+@pytest.mark.thorough(tp=[1])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_ranks_beside_tensor_parallel_ones(pool: Pool, tp: int) -> None:
+    """With as many tensor-parallel ranks, every number of ring and Ulysses ranks has the same bits."""
+    documents, tree = Mask.documents([0, 40, 301]), Mask.tree([-1, 0, 0, -1, 3], [90, 60, 51, 80, 20])
+    for dtype, mask in ((torch.float32, documents), (torch.bfloat16, Mask.by_heads([tree, Mask.causal()]))):
+        problem = Problem(301, 1, 8, 4, 16, dtype=dtype)
+        tensors = problem.tensors()
+        q, k, v = (tensors[x].detach().requires_grad_() for x in "qkv")
+        out = seqpar.attention(q, k, v, mask=mask, strategy="local")
+        expected = [out, *torch.autograd.grad(out, (q, k, v), tensors["dout"])]
+        inputs = [x.detach() for x in (q, k, v, tensors["dout"])]
+        degrees = [
+            (8 // tp // ring // ulysses, ring, ulysses, tp) for ring, ulysses in ((1, 1), (2, 1), (1, 2), (4, 2))
+        ]
+        first, *others = (pool.run(8, attend_under_tensor_parallelism, x, mask, *inputs)[0] for x in degrees if x[0])
+        for name, x in zip(first, expected, strict=True):
+            assert_close(first[name], x.flatten(2), dtype, name)
+        assert not any(different(found, first) for found in others)
+
+
 def test_values_that_are_not_finite() -> None:
     """They reach the tokens that see them or that they see, and change no bit of the others."""
     for name, value in product("qkv", (torch.nan, torch.inf)):
@@ -382,7 +432,10 @@ def test_bytes() -> None:
     assert backward.bytes_sent == kv + (ranks - 1) * tokens * heads * ((dim + v_dim) * 2 + 2 * 4)
 
 
-def test_what_is_refused() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, refused = simulated(3, 0, 8, monkeypatch), pytest.raises(ValueError, match="KV heads .* the 3 tp ranks, but")
+    with ranks as group, refused:
+        seqpar.ParallelAttention("tp_sp", 32, 6, 2, group=group, deterministic="invariant")
     q = torch.randn(1, 20, 4, 8)
     weight = torch.randn(4, 12, 8)
     cases: list[tuple[str, dict[str, Any]]] = [
