@@ -75,7 +75,8 @@ def test_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         texts[f"{name}, packed"] = packed.code(choice)
     full = choices["context_parallel context_parallel"]
     texts["mixer"] = replace(plan, model=replace(SHAPE, layers=(*SHAPE.layers, MIXER))).code(full)
-    texts["invariant"] = small_plan(deterministic="invariant", replicas=1).code()
+    invariant = small_plan(deterministic="invariant", replicas=1)
+    texts |= {f"invariant {x.strategy}": invariant.code(x) for x in invariant.choices if x.possible}
     not_causal = replace(plan, model=replace(SHAPE, causal=False), mask=Mask.full())
     texts["masked"] = not_causal.code(choices["ulysses ulysses"])
     for words in ("tiled_mlp=8", "head_groups=2", "offload=True).apply(model", "activation_checkpointing_enable()"):
