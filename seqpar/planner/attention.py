@@ -225,9 +225,8 @@ class AttentionTimeline:
             own_dim = sizes.head_dim - sizes.shared_dim
             weight = torch.empty(sizes.heads, own_dim + sizes.dims[1], sizes.kv_rank, device=_META)
             latent = LatentKeys(weight, own_dim)
-        cuts = tuple(x.cuts for x in s.mask.head_groups or (s.mask,)) if s.is_invariant else ()
-        of_call = self._placement, self._plan, AttentionSpec(), self._heads, Score(1.0)
-        self._call = AttentionCall(*of_call, cuts, latent)
+        score = Score(1.0)  # only a kernel would read it
+        self._call = AttentionCall(self._placement, self._plan, AttentionSpec(), self._heads, score, latent=latent)
         # Under tensor parallelism, each rank attends with some of the heads to the tokens of all tensor-parallel ranks.
         first_rank = (rank.ring * s.ulysses + rank.ulysses) * s.tensor
         self._tokens = len(s.tokens._positions(first_rank, s.tensor))
@@ -308,12 +307,11 @@ class AttentionTimeline:
 
     def _record_invariant(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
         algorithm = RecordedInvariant(self._rank)
-        with _disable_current_modes():  # the tiles have values
-            if not backward:
-                algorithm.forward(self._call, q, k, v)
-                return
-            out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
-            algorithm.backward(self._call, [q, k, v, out, lse.float()], out, None, (q.shape, k.shape, v.shape))
+        if not backward:
+            algorithm.forward(self._call, q, k, v)
+            return
+        out, lse = q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
+        algorithm.backward(self._call, [q, k, v, out, lse.float()], out, None, (q.shape, k.shape, v.shape))
 
     # Ulysses, with or without a ring across its groups
 

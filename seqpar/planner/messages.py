@@ -11,23 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.p2p import Links
 from ..comm.waiting import Pending
 from ..kernels.base import OutputGrad, Score
-from ..kernels.document_tiles import MaskParts, OutputTiles, TileKernels
+from ..kernels.document_tiles import OutputTiles, TileKernels
+from ..masks.mask import Mask
 from ..placement.heads import Heads
-from ..schedule.document_tiles import pairs_computed
+from ..placement.layout import CPU, TokenLayout
+from ..schedule.document_tiles import TileGroup, pairs_computed
 from ..schedule.plan import AttentionPlan
 from ..schedule.program import Hop, Step
 from ..strategies.call import AttentionCall, Carries, Run
 from ..strategies.head_exchange import HeadChunk, HeadExchange, Incoming
 from ..strategies.head_messages import HeadSlices, row_widths
-from ..strategies.invariant import Invariant
+from ..strategies.invariant import Invariant, RankTiles, rank_tiles
 from ..strategies.local import Kernel
 from ..strategies.row_exchange import RowPlan
 from ..strategies.transport import KV, KeyValues, Message, PeerToPeer, Wait
@@ -164,6 +168,10 @@ class RecordedInvariant(Invariant):
     def __init__(self, recorder: RankTimeline) -> None:
         self._recorder = recorder
 
+    def tiles(self, call: AttentionCall, group: int, q: Tensor) -> RankTiles:
+        mask, tokens = self._recorder.split.mask, call.placement.tokens
+        return _counted_tiles((mask.head_groups or (mask,))[group], tokens, call.placement.rank, q.shape[0])
+
     def kernels(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> TileKernels:
         return _RecordedTiles(self._recorder)
 
@@ -185,6 +193,19 @@ class RecordedInvariant(Invariant):
         return wait
 
 
+@lru_cache(maxsize=256)  # each way to recompute asks for them
+def _counted_tiles(mask: Mask, tokens: TokenLayout, rank: int, batch: int) -> RankTiles:
+    """The tiles of a rank, without data. Instead of what queries see, they have the pairs that a kernel computes."""
+    with _disable_current_modes():  # a FakeTensorMode would leave no values to count
+        found, meta = rank_tiles(tokens, rank, mask.parts(tokens.seq_len), mask.cuts, batch, CPU), torch.device("meta")
+
+        def counted(groups: tuple[TileGroup, ...]) -> Any:
+            return tuple(group._replace(parts=cast(Any, [*map(pairs_computed, group.parts)])) for group in groups)
+
+        tensors = found.index.to(meta), found.rows.to(meta), found.keys.on(meta), found.queries.on(meta)
+        return RankTiles(*tensors, counted(found.seen), counted(found.seeing))
+
+
 class _RecordedTiles:
     """Kernels of tiles that are recorded.
 
@@ -195,7 +216,7 @@ class _RecordedTiles:
     def __init__(self, recorder: RankTimeline) -> None:
         self._recorder = recorder
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: MaskParts, score: Score) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Any, score: Score) -> tuple[Tensor, Tensor]:
         self._record("attend", seen, q, q.shape[3] + v.shape[3])
         return q.new_empty(*q.shape[:3], v.shape[3]), self._statistics(q)
 
@@ -203,14 +224,12 @@ class _RecordedTiles:
         self._recorder.compute("delta", nbytes=out.nbytes + dout.nbytes)
         return self._statistics(out)
 
-    def query_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
-    ) -> Tensor:
+    def query_gradients(self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: Any, score: Score) -> Tensor:
         self._record("dq", seen, q, 2 * q.shape[3] + v.shape[3])
         return q
 
     def key_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: MaskParts, score: Score
+        self, q: Tensor, k: Tensor, v: Tensor, output: OutputTiles, seen: Any, score: Score
     ) -> tuple[Tensor, Tensor]:
         self._record("dk, dv", seen, q, 2 * (q.shape[3] + v.shape[3]))
         return k, v
@@ -218,10 +237,10 @@ class _RecordedTiles:
     def _statistics(self, like: Tensor) -> Tensor:
         return like.new_empty(1, like.shape[2], like.shape[1], dtype=torch.float32)
 
-    def _record(self, name: str, seen: MaskParts, q: Tensor, width: int) -> None:
-        s, on_host = self._recorder.split, [part.on_host() or part for part in seen]
+    def _record(self, name: str, seen: Any, q: Tensor, width: int) -> None:
+        s = self._recorder.split
         rate = s.hardware.rate(s.kernel)
-        flops = 2.0 * pairs_computed(on_host) * q.shape[2] * width
+        flops = 2.0 * sum(seen) * q.shape[2] * width
         seconds = flops / (rate.forward if name == "attend" else rate.backward)
         self._recorder.timeline.compute(name, len(seen) * s.hardware.kernel + seconds)
 

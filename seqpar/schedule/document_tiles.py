@@ -127,15 +127,12 @@ class DocumentTiles:
         return tuple(found)
 
 
-def pairs_computed(seen: Sequence[KeyIntervals]) -> int:
-    """The pairs of a query and a key in the tiles that a kernel computes: for each part of the mask and each tile of
+def pairs_computed(seen: KeyIntervals) -> int:
+    """The pairs of a query and a key in the tiles that a kernel computes for one part of the mask: for each tile of
     queries, from the first tile of keys with a visible one to the last."""
-    tiles = 0
-    for part in seen:
-        lo, hi = (x.view(-1, TILE) for x in (part.lo, part.hi))
-        first = torch.where(lo < hi, lo // TILE, part.lo.max()).amin(1)
-        tiles += int((torch.where(lo < hi, -(-hi // TILE), 0).amax(1) - first).clamp(min=0).sum())
-    return tiles * TILE**2
+    lo, hi = (x.view(-1, TILE) for x in (seen.lo, seen.hi))
+    first = torch.where(lo < hi, lo // TILE, seen.lo.max()).amin(1)
+    return int((torch.where(lo < hi, -(-hi // TILE), 0).amax(1) - first).clamp(min=0).sum()) * TILE**2
 
 
 def tiles_of(rows: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class Invariant(Algorithm):
     def forward(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=accumulator(q.dtype))
-        kernels, parts = self.kernels(call, q, k, v), _head_tiles(call, q)
+        kernels, parts = self.kernels(call, q, k, v), self._head_tiles(call, q)
         starts = [partial(self.start, own.keys, call, (k[:, :, of_kv], v[:, :, of_kv])) for _, of_kv, _, own in parts]
         for (heads, _, score, own), (k_tiles, v_tiles) in zip(parts, _ahead(starts), strict=True):
             q_tiles = own.take(q[:, :, heads])
@@ -69,7 +69,7 @@ class Invariant(Algorithm):
     ) -> AttentionGradients:
         q, k, v, out, lse = saved
         dq, dk, dv, delta = map(torch.empty_like, (q, k, v, lse))
-        kernels, parts = self.kernels(call, q, k, v), _head_tiles(call, q)
+        kernels, parts = self.kernels(call, q, k, v), self._head_tiles(call, q)
         starts: list[Callable[[], Callable[[], list[Tensor]]]] = []
         for heads, of_kv, _, own in parts:
             with _noted(call):
@@ -109,6 +109,29 @@ class Invariant(Algorithm):
                 dk[:, :, of_kv], dv[:, :, of_kv] = (own.put([*x]) for x in zip(*pairs, strict=True))
         dsinks = None if call.score.sinks is None else sink_gradient(call.score, OutputGrad(dout, out, lse, delta))
         return dq, dk, dv, dsinks
+
+    def _head_tiles(self, call: AttentionCall, q: Tensor) -> list[_HeadTiles]:
+        """The heads of ``q [b, s, h, d]``, in the parts in which they are sent and computed, one after another.
+
+        They are the same on any number of ranks: the groups of heads with masks of their own, or two halves of KV
+        heads.
+        """
+        plan, found = call.plan, []
+        by_mask = call.heads.groups(plan.size) if isinstance(plan, PlanByHeads) else [(0, call.heads)]
+        for i, group in by_mask:
+            tiles = self.tiles(call, i, q)
+            for part in group.chunks(1 if isinstance(plan, PlanByHeads) else _PARTS):
+                heads, kv_heads = part.q_range(within=call.heads), part.kv_range(within=call.heads)
+                score = call.score.heads(heads.start, heads.stop)
+                found.append(
+                    _HeadTiles(slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop), score, tiles)
+                )
+        return found
+
+    def tiles(self, call: AttentionCall, group: int, q: Tensor) -> RankTiles:
+        """The tiles of a group of heads with a mask of its own."""
+        plan = call.plan.plans[group] if isinstance(call.plan, PlanByHeads) else call.plan
+        return RankTiles.of(call, plan, call.cuts[group], q.shape[0], q.device)
 
     def kernels(self, call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> TileKernels:
         """What computes the tiles."""
@@ -152,28 +175,11 @@ class _HeadTiles(NamedTuple):
     heads: slice
     kv_heads: slice
     score: Score
-    tiles: _RankTiles
-
-
-def _head_tiles(call: AttentionCall, q: Tensor) -> list[_HeadTiles]:
-    """The heads of ``q [b, s, h, d]``, in the parts in which they are sent and computed, one after another.
-
-    They are the same on any number of ranks: the groups of heads with masks of their own, or two halves of KV heads.
-    """
-    plans, groups, found = [call.plan], [(0, call.heads)], []
-    if isinstance(call.plan, PlanByHeads):
-        plans, groups = [*call.plan.plans], call.heads.groups(call.plan.size)
-    for i, group in groups:
-        tiles = _RankTiles.of(call, plans[i], call.cuts[i], q.shape[0], q.device)
-        for part in group.chunks(_PARTS if len(plans) == 1 else 1):
-            heads, kv_heads = part.q_range(within=call.heads), part.kv_range(within=call.heads)
-            score = call.score.heads(heads.start, heads.stop)
-            found.append(_HeadTiles(slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop), score, tiles))
-    return found
+    tiles: RankTiles
 
 
 @dataclass(frozen=True, eq=False)
-class _RankTiles:
+class RankTiles:
     """The tiles that have tokens of this rank, and what they need.
 
     Attributes:
@@ -201,12 +207,12 @@ class _RankTiles:
     @staticmethod
     def of(
         call: AttentionCall, plan: AttentionPlan, cuts: Sequence[Sequence[int]], batch: int, device: torch.device
-    ) -> _RankTiles:
+    ) -> RankTiles:
         """The tiles of the heads with a plan, for ``batch`` batch rows. Cached."""
         placement = call.placement
         key = "document tiles", id(plan), placement.rank, batch
         return cached_tensors(
-            key, device, lambda: _rank_tiles(placement.tokens, placement.rank, plan.parts, cuts, batch, device), plan
+            key, device, lambda: rank_tiles(placement.tokens, placement.rank, plan.parts, cuts, batch, device), plan
         )
 
     def take(self, x: Tensor) -> Tensor:
@@ -220,14 +226,14 @@ class _RankTiles:
         return x[0].index_select(0, self.rows.flatten()).view(*self.rows.shape, *x.shape[2:])
 
 
-def _rank_tiles(
+def rank_tiles(
     tokens: TokenLayout,
     rank: int,
     parts: Sequence[Sequence[Runs]],
     cuts: Sequence[Sequence[int]],
     batch: int,
     device: torch.device,
-) -> _RankTiles:
+) -> RankTiles:
     tiles = DocumentTiles.of(parts, cuts, tokens.seq_len, batch)
     # By rank, in the order of the sequence: row i is token i of the rank.
     held = [tiles.rows[:, tokens.tensor_positions(peer)[0].tensor(CPU)].flatten() for peer in range(tokens.ranks)]
@@ -254,7 +260,7 @@ def _rank_tiles(
     (keys, key_tiles), (queries, query_tiles) = fetched(tiles.seen_by), fetched(tiles.seeing)
     index = torch.full_like(owner, len(own))
     index[own] = torch.arange(len(own), device=CPU)
-    return _RankTiles(
+    return RankTiles(
         index=upload(index[rows_of(own_tiles)], device),
         rows=upload(rows_among(own, own_tiles).view(batch, len(tokens.tensor_positions(rank)[0])), device),
         keys=keys,

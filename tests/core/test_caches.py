@@ -402,6 +402,7 @@ KEPT: dict[str, str] = {
     "planner.attention": "AttentionTimeline._pairs_by_step _pairs_by_owner",
     "planner.compressed_keys": "_window_rows",
     "planner.forecast": "calibration",
+    "planner.messages": "_counted_tiles",
     "planner.mixer": "_halo_rows _state_rows",
     "planner.setting": "_mean_pairs",
     "planner.shape": "ModelShape.layer_parameters",
@@ -439,7 +440,7 @@ KEPT: dict[str, str] = {
         "HeadExchange.tokens HeadExchange.pieces HeadExchange.shares_kv HeadExchange.full_chunk "
         "HeadExchange.chunks"
     ),
-    "strategies.invariant": "_RankTiles.of",
+    "strategies.invariant": "RankTiles.of",
     "strategies.row_exchange": "_cached window_plan",
     "strategies.sequence_chunks": (
         "ChunkRows.lengths rows_of_sharding rows_in_rank_order SequenceChunks.size SequenceChunks.rank "
