@@ -233,10 +233,11 @@ class AttentionTimeline:
 
     def record(self, backward: bool) -> None:
         """Record the forward of attention, or its backward, with all messages."""
-        q, k, v = self._qkv()
         if self._split.is_invariant:
-            self._record_invariant(q, k, v, backward)
+            with _disable_current_modes():  # the tiles have values to count, which a FakeTensorMode would empty
+                self._record_invariant(backward)
             return
+        q, k, v = self._qkv()
         if self._split.ulysses > 1:
             self._record_ulysses(q, k, v, backward)
             return
@@ -305,8 +306,8 @@ class AttentionTimeline:
                 pairs[i] = sum(by_owner[t.owner] for t in step.intra_host.receives) if i else by_owner[plan.rank]
         return pairs
 
-    def _record_invariant(self, q: Tensor, k: Tensor, v: Tensor, backward: bool) -> None:
-        algorithm = RecordedInvariant(self._rank)
+    def _record_invariant(self, backward: bool) -> None:
+        (q, k, v), algorithm = self._qkv(), RecordedInvariant(self._rank)
         if not backward:
             algorithm.forward(self._call, q, k, v)
             return

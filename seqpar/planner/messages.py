@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..comm.p2p import Links
 from ..comm.waiting import Pending
@@ -196,14 +195,13 @@ class RecordedInvariant(Invariant):
 @lru_cache(maxsize=256)  # each way to recompute asks for them
 def _counted_tiles(mask: Mask, tokens: TokenLayout, rank: int, batch: int) -> RankTiles:
     """The tiles of a rank, without data. Instead of what queries see, they have the pairs that a kernel computes."""
-    with _disable_current_modes():  # a FakeTensorMode would leave no values to count
-        found, meta = rank_tiles(tokens, rank, mask.parts(tokens.seq_len), mask.cuts, batch, CPU), torch.device("meta")
+    found, meta = rank_tiles(tokens, rank, mask.parts(tokens.seq_len), mask.cuts, batch, CPU), torch.device("meta")
 
-        def counted(groups: tuple[TileGroup, ...]) -> Any:
-            return tuple(group._replace(parts=cast(Any, [*map(pairs_computed, group.parts)])) for group in groups)
+    def counted(groups: tuple[TileGroup, ...]) -> Any:
+        return tuple(group._replace(parts=cast(Any, [*map(pairs_computed, group.parts)])) for group in groups)
 
-        tensors = found.index.to(meta), found.rows.to(meta), found.keys.on(meta), found.queries.on(meta)
-        return RankTiles(*tensors, counted(found.seen), counted(found.seeing))
+    tensors = found.index.to(meta), found.rows.to(meta), found.keys.on(meta), found.queries.on(meta)
+    return RankTiles(*tensors, counted(found.seen), counted(found.seeing))
 
 
 class _RecordedTiles:
