@@ -26,6 +26,7 @@ from torch.overrides import (
 from torch.utils.checkpoint import CheckpointFunction
 
 from .base.checks import check_dense, check_int, no_compile
+from .comm.handshake import leave_calls
 from .comm.waiting import call as messages_of
 from .decoding import KeyValueCache, check_cache
 from .flex_and_varlen import TorchCall, flex_call, varlen_call, varlen_mask
@@ -440,6 +441,7 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
 
     def __exit__(self, error: Any, *args: Any) -> None:
         super().__exit__(error, *args)
+        leave_calls(self.sharding.sequence_group, args[0])
         if self.modules is not None:
             self.modules.hooks.close()
             if error is None:

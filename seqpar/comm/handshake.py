@@ -29,10 +29,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import _StopRecomputationError
 
 from ..base.checks import DTYPES, check_alike
 from ..masks.mask import Mask
-from ..ranks.calls import check_tag, current, current_tag
+from ..ranks.calls import calls_of, check_tag, current, current_tag
 from ..ranks.in_process import RankInProcess
 from ..ranks.mesh import Ranks, global_ranks, parent_group
 from ..ranks.processes import check_own_process
@@ -86,6 +87,22 @@ def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
         raise
     finally:
         _told.reset(token)
+
+
+def leave_calls(ranks: Ranks | None, error: BaseException | None) -> None:
+    """After ``error`` in what ``ranks`` do together: those that wait for this rank in their next call raise too.
+
+    It may be the user's error, between two calls. An error of which the ranks have told one another is left alone.
+    """
+    if ranks is None or ranks.size() == 1 or isinstance(parent := parent_group(ranks), RankInProcess):
+        return
+    # A recomputation ends like this as soon as it has what it needs.
+    if not isinstance(error, Exception) or isinstance(error, _StopRecomputationError):
+        return
+    told = [] if (found := _told.get()) is None else found
+    if not any(x is ranks and y is error for x, y in told):
+        told.append((ranks, error))
+        calls_of(parent).leave()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..base.checks import no_compile
 from ..comm.collectives import all_reduce
+from ..comm.handshake import leave_calls
 from ..layers.holders import refuse_shards
 from ..patching.forwards import find_in_class, replace_forward
 from ..placement.strategies import StrategyName
@@ -302,7 +303,11 @@ class ParallelModel:
             if _SITE in vars(module):
                 find_in_class(module)
         with call.running():
-            output = self._run(call, original, args, kwargs)
+            try:
+                output = self._run(call, original, args, kwargs)
+            except Exception as error:
+                leave_calls(self.calls.sequence_group, error)
+                raise
         missing = ["attention module"] * (not call.attended) + [x for x in self.outputs if x not in call.gathered]
         if missing:
             what = missing[0]

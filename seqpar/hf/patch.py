@@ -41,6 +41,7 @@ from .calls.attention import (
     structure,
 )
 from .calls.full_batch import before_text_model, check_shareable
+from .calls.generate import generate_alike
 from .calls.per_rank import call_with_all_batches
 from .calls.towers import split_tower
 from .inspection.support import (
@@ -368,6 +369,8 @@ def _register_hooks(root: PreTrainedModel, patch: Patch) -> None:
             replace_router_loss(module, patch.undo)
     if pools_last_token(root):
         after(root.score, forward.after_score)
+    if patch.settings.batches != "per_rank" and hasattr(root, "generate"):
+        patch.undo.callback(replace_forward(root, OWNER, generate_alike, "generate"))
     # One rank generates alone if its states are of kinds that a sharded prompt does not keep.
     if patch.settings.batches == "per_rank" if patch.ranks > 1 else patch.unkept:
         patch.undo.callback(replace_forward(root, OWNER, call_with_all_batches, "_call_impl"))

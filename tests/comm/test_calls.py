@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn import functional
 
 import seqpar
 from seqpar.comm.handshake import all_gather_header, propagate_errors
@@ -125,6 +126,30 @@ def test_ranks_in_different_calls(own: OwnPool, shared_memory: bool) -> None:
         assert any("OutOfStepError" in text for text in first), (case, first)
         assert all("Error" in text for text in first), (case, first)
         assert "wrong" not in second and last == ("right", "right"), (case, second, last)
+
+
+@on_ranks
+def fail_in_a_block(pool_group: ProcessGroup, port: int, label: str) -> str:
+    """Between two calls, the user's code in a block of ``replace_sdpa`` raises on rank 1."""
+    group = start(port, label, pool_group.rank(), 2, 300.0)
+    q = torch.randn(1, 4, SEQ_LEN // 2, 8)
+
+    def block() -> None:
+        with seqpar.replace_sdpa(seqpar.Sharding(SEQ_LEN, "zigzag", group=group), seqpar.Mask.causal()):
+            functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+            if group.rank() == 1:
+                raise RuntimeError("the user's")
+            functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    return message_of(block)
+
+
+@BOTH
+def test_an_error_between_two_calls(own: OwnPool, shared_memory: bool) -> None:
+    """The other rank does not wait for its timeout, which is longer than any test."""
+    label = f"block {shared_memory}"
+    other, failed = own.pool.run(2, fail_in_a_block, own.port, label, shared_memory=shared_memory)
+    assert "the user's" in failed and re.search(r"rank\(s\) \[1\] of the job", other), other
 
 
 @on_ranks

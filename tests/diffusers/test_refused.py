@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.utils.checkpoint import checkpoint
 
 from ..observe import message_of
-from ..pool import Pool, on_ranks
+from ..pool import OwnPool, Pool, on_ranks, start
 from ..reference import assert_close
 from .models import Case, available, make
 
@@ -326,6 +327,26 @@ def test_what_is_no_model_is_refused() -> None:
     model, _ = make(Case("wan"), 0)
     assert "strategy" in message_of(lambda: parallelize(model, strategy="rings"))
     assert "comm" in message_of(lambda: parallelize(model, comm="p2p"))
+
+
+@on_ranks
+def fail_in_a_block(group: ProcessGroup, port: int) -> str:
+    group = start(port, "diffusers", group.rank(), 2, 300.0)
+    model, inputs = make(Case("wan"), 0)
+    parallelize(model, group=group)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the user's")
+
+    if group.rank() == 1:
+        model.blocks[1].register_forward_pre_hook(fail)
+    return message_of(lambda: call(model, inputs))
+
+
+def test_an_error_of_one_rank_ends_the_call_on_all(own: OwnPool) -> None:
+    """Not after the timeout, which is longer than any test."""
+    other, failed = own.pool.run(2, fail_in_a_block, own.port)
+    assert "the user's" in failed and re.search(r"rank\(s\) \[1\] of the job", other), other
 
 
 @on_ranks

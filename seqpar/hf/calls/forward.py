@@ -6,6 +6,7 @@ The hooks of the forward store a ``Forward``, which the other hooks read.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import cache
 from typing import Any, cast
@@ -19,7 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...base.checks import no_compile
-from ...comm.handshake import propagate_errors
+from ...comm.handshake import leave_calls, propagate_errors
 from ...layers.holders import refuse_shards
 from ...masks.rules import Documents
 from ...memory.zero import is_hook_of_zero_3
@@ -300,6 +301,8 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if forward.noise is not None:
         setattr(forward.noise[0], _NOISE, forward.noise[1])
     forward.alike.close()
+    if output is None:
+        leave_calls(forward.patch.sequence_group, sys.exc_info()[1])
     try:
         if output is not None:
             output = _with_loss(output, forward, bool(kwargs.get(FUSED)))

@@ -12,6 +12,7 @@ Shapes: b batch, new tokens of a forward, cached tokens of this rank, h query he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from transformers.cache_utils import (
 )
 
 from ...base.checks import no_compile
-from ...comm.handshake import Fingerprint, all_gather_header
+from ...comm.handshake import Fingerprint, all_gather_header, propagate_errors
 from ...decoding import GrowingBuffer, attend_to_cached
 from ...kernels.base import Score
 from ...masks.mask import Mask, layer_mask
@@ -107,8 +108,29 @@ def shard_generation(
     return kwargs, None
 
 
+def generate_alike(model: nn.Module, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``model.generate``. If it raises on one rank, or ends there before it ends on another, all ranks raise."""
+    group = cast(Patch, model._seqpar).sequence_group
+    with propagate_errors(group):
+        output = generate(*args, **kwargs)
+        _check_ended(all_gather_header(lambda: _TokensHeader(_ENDED, Fingerprint(0), Fingerprint(0)), group))
+    return output
+
+
+def _check_ended(headers: Sequence[_TokensHeader]) -> None:
+    ended = [rank for rank, header in enumerate(headers) if header.past == _ENDED]
+    if ended and len(ended) < len(headers):
+        raise ValueError(
+            f"generate: rank(s) {ended} of the sequence group have ended, and others go on; give all ranks the same "
+            "options, and leave out criteria that depend on a rank, such as max_time"
+        )
+
+
+_ENDED = -1
+
+
 class _TokensHeader(NamedTuple):
-    past: int  # the number of tokens in the cache
+    past: int  # the number of tokens in the cache; _ENDED after the last forward
     tokens: Fingerprint  # of the new tokens
     others: Fingerprint  # of the other tensors of the first forward
 
@@ -128,6 +150,7 @@ def _check_same_tokens(
         return _TokensHeader(past, Fingerprint(batch_checksum({"tokens": tokens})), Fingerprint(others))
 
     headers = all_gather_header(header, patch.sequence_group)
+    _check_ended(headers)
     if len({header[:2] for header in headers}) == 1 and len(set(headers)) > 1:
         raise ValueError(
             "generate: the ranks of the sequence group have the same tokens, but other images, sounds or states of the "
