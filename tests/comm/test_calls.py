@@ -168,7 +168,8 @@ def interrupt_calls(pool_group: ProcessGroup, port: int, label: str, seed: int, 
     for trial in range(trials):
         of_all, own = random.Random(seed + trial), random.Random(seed + 100 * trial + rank)
         interrupted = rank in of_all.choice([(0,), (1,), (0, 1, 2), (0, 1, 2)])
-        step()  # connects the ranks
+        connected = verdict(step, local)
+        assert connected == "right", (seed, trial, connected, seen)
         with suppress(KeyboardInterrupt, RuntimeError), alarm(own.uniform(0.001, 0.02) if interrupted else None):
             for _ in range(4):
                 step()
