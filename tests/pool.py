@@ -101,7 +101,7 @@ class Pool:
         worlds: the numbers of ranks, below ``ranks``, that ``run`` can call a function on.
     """
 
-    def __init__(self, ranks: int = 8, deadline_s: float = 240.0, worlds: Sequence[int] = WORLDS) -> None:
+    def __init__(self, ranks: int = 8, deadline_s: float = 480.0, worlds: Sequence[int] = WORLDS) -> None:
         _start_fork_server()
         self.ranks = ranks
         self.worlds = (*(world for world in worlds if world < ranks), ranks)
