@@ -13,7 +13,7 @@ DEEPSPEED ?= deepspeed==0.19.8
 # For the tests of its models.
 DIFFUSERS ?= diffusers==0.42.1
 CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-TEST_DEADLINE_S ?= 2400
+TEST_DEADLINE_S ?= 3000
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
