@@ -441,11 +441,11 @@ class replace_sdpa(SdpaMode):  # noqa: N801 (a context manager)
 
     def __exit__(self, error: Any, *args: Any) -> None:
         super().__exit__(error, *args)
-        leave_calls(self.sharding.sequence_group, args[0])
         if self.modules is not None:
             self.modules.hooks.close()
-            if error is None:
-                self.modules.check_all_called()
+        leave_calls(self.sharding.sequence_group, args[0])
+        if self.modules is not None and error is None:
+            self.modules.check_all_called()
         if error is None and not self.calls:
             raise RuntimeError(
                 "replace_sdpa: no F.scaled_dot_product_attention over the sharded tokens was called in the block, so "

@@ -90,9 +90,9 @@ def propagate_errors(ranks: Ranks | None) -> Iterator[None]:
 
 
 def leave_calls(ranks: Ranks | None, error: BaseException | None) -> None:
-    """After ``error`` in what ``ranks`` do together: those that wait for this rank in their next call raise too.
+    """After ``error`` on this rank, let every rank that waits for it in the next call of ``ranks`` raise too.
 
-    It may be the user's error, between two calls. An error of which the ranks have told one another is left alone.
+    The error may be the user's, between two calls. An error of which the ranks have told one another is left alone.
     """
     if ranks is None or ranks.size() == 1 or isinstance(parent := parent_group(ranks), RankInProcess):
         return

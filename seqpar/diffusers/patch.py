@@ -289,6 +289,13 @@ class ParallelModel:
 
     @no_compile
     def _forward(self, model: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._call(model, original, args, kwargs)
+        except Exception as error:
+            leave_calls(self.calls.sequence_group, error)
+            raise
+
+    def _call(self, model: Any, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if getattr(model, "_parallel_config", None) is not None:
             raise ValueError(
                 "model: enable_parallelism was called; a model has either diffusers' parallelism or seqpar's"
@@ -303,11 +310,7 @@ class ParallelModel:
             if _SITE in vars(module):
                 find_in_class(module)
         with call.running():
-            try:
-                output = self._run(call, original, args, kwargs)
-            except Exception as error:
-                leave_calls(self.calls.sequence_group, error)
-                raise
+            output = self._run(call, original, args, kwargs)
         missing = ["attention module"] * (not call.attended) + [x for x in self.outputs if x not in call.gathered]
         if missing:
             what = missing[0]

@@ -310,6 +310,9 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
                 return gather_outputs(output, forward, forward.full_call)
             if kwargs.get(FUSED) and (shard := forward.batch_shard) is not None and shard.weights is not None:
                 output = reduce_fused_loss(output, forward, kwargs["num_items_in_batch"])
+    except Exception as error:
+        leave_calls(forward.patch.sequence_group, error)
+        raise
     finally:
         pop_forward(forward)
         if (outer := _outer(forward.patch)) is not None:
