@@ -8,6 +8,7 @@ Shapes: b batch, q queries, k keys, h query heads, n KV heads, d head_dim.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
 import platform
@@ -424,6 +425,27 @@ def check_invariant(rows: Rows, smoke: bool) -> None:
         found = [results(seqpar.replay, **ranks) for ranks in where]
         differ = [[float((x != y).double().mean()) for x, y in zip(each, alone, strict=True)] for each in found]
         return {name: max(each[i] for each in differ) for i, name in enumerate(("out", "dq", "dk", "dv"))}
+
+    if (errors := rows.attempt(what, run)) is not None:
+        rows.add("check", what, errors=errors, ran={}, passed=not any(errors.values()))
+    check_exact_products(rows, smoke)
+
+
+def check_exact_products(rows: Rows, smoke: bool) -> None:
+    """``invariant_layers``: the share of a linear layer's elements whose bits differ between this device and a CPU."""
+    what = "the bits of a CPU in linear layers"
+    tokens, width = (70, 24) if smoke else (1000, 1024)
+    linear, x = torch.nn.Linear(width, width), normal(tokens, width, dtype=torch.float32).cpu()
+
+    def results(device: Any) -> list[Tensor]:
+        layer, rows_ = copy.deepcopy(linear).to(device), x.to(device).requires_grad_()
+        with seqpar.invariant_layers(layer):
+            out = layer(rows_)
+            return [y.cpu() for y in (out, *torch.autograd.grad(out, (rows_, *layer.parameters()), out.detach()))]
+
+    def run() -> dict[str, float]:
+        pairs = zip(("out", "dx", "dweight", "dbias"), results(DEVICE), results("cpu"), strict=True)
+        return {name: float((a != b).double().mean()) for name, a, b in pairs}
 
     if (errors := rows.attempt(what, run)) is not None:
         rows.add("check", what, errors=errors, ran={}, passed=not any(errors.values()))

@@ -42,6 +42,7 @@ from .strategies.checkpointing import keep_attention
 from .verification import ReplayReport, VerificationError, replay_report, verify
 
 if TYPE_CHECKING:
+    from .layers.exact import invariant_layers
     from .megatron import (
         MegatronAttention,
         MegatronMLP,
@@ -56,6 +57,7 @@ __version__ = "0.1.0"
 
 # Rooms that are opened at first use, and the names in them.
 _ROOMS = {
+    "layers.exact": ("invariant_layers",),
     "megatron": (
         "MegatronAttention",
         "MegatronMLP",
@@ -113,6 +115,7 @@ __all__ = [
     "context_parallel_attention",
     "hybrid_attention",
     "init_mesh",
+    "invariant_layers",
     "keep_attention",
     "mask_planner",
     "mixers",

@@ -90,7 +90,7 @@ def sync_gradients(
     for (apart, holders), named in by_ranks.items():  # in the same order on every rank
         over = sums[apart, holders]
         found.append(_sync(named, holders, size_of(holders) / size_of(over)))
-        _note_sum(named, over)
+        note_sum(named, over)
     if by_ranks and not any(found):
         raise ValueError(
             f"module={type(module).__name__}: no parameter has a gradient on any rank; call sync_gradients after "
@@ -241,7 +241,7 @@ def _sync(named: Named, ranks: ProcessGroup | None, divisor: float) -> bool:
 _sums: MutableMapping[Tensor, tuple[int, tuple[int, ...]]] = WeakTensorKeyDictionary()
 
 
-def _note_sum(named: Named, ranks: ProcessGroup | None) -> None:
+def note_sum(named: Named, ranks: ProcessGroup | None) -> None:
     for g in (local_tensor(p.grad) for _, p in named if p.grad is not None and size_of(ranks) > 1):
         assert ranks is not None
         _sums[g] = g._version, global_ranks(ranks)

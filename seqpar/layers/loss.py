@@ -26,6 +26,10 @@ Gradients = Literal["mean", "sum"]
 GRADIENTS: tuple[str, ...] = get_args(Gradients)
 
 
+# 2**27 numbers of up to 2**17 are summed without rounding, but for what is below the last unit.
+_UNITS = (2.0**-9, 2.0**-35, 2.0**-61)
+
+
 class _LossHeader(NamedTuple):
     dtype: torch.dtype
     ignore_index: int
@@ -143,7 +147,7 @@ def _check(losses: Tensor, labels: Tensor, ignore_index: int, gradients: str, sh
 def mean_over_tokens(
     losses: Tensor, labels: Tensor, sharding: Sharding, fits_sharding: bool, ignore_index: int, gradients: str
 ) -> tuple[Tensor, Tensor]:
-    """The loss, and its derivative with respect to each of ``losses [b, t]``.
+    """The loss, and its derivative with respect to each of ``losses [b, t]``. The backward reads ``gradients``.
 
     ``fits_sharding``: the sharding says how many tokens this rank holds, not only over which ranks to sum.
     """
@@ -151,18 +155,40 @@ def mean_over_tokens(
         labels = _labels_of_losses(losses, labels, sharding)
     ranks, counts = sharding.all_ranks, labels != ignore_index  # [b, t]
     # The loss of an ignored label may be NaN or infinite, so it is masked instead of multiplied by 0.
-    local_sum = losses.masked_fill(~counts, 0.0).to(sum_dtype(losses)).sum()
+    parts = exact_sum(losses.masked_fill(~counts, 0.0))
     invalid = ((labels < 0) & counts).any()
-    count = torch.where(invalid, torch.nan, counts.sum()).to(local_sum.dtype)  # NaN on all ranks if invalid on one
+    count = torch.where(invalid, torch.nan, counts.sum()).to(parts.dtype)  # NaN on all ranks if invalid on one
     with operation("token_loss"):
-        total, count = all_reduce(torch.stack([local_sum, count]), ranks).unbind()
+        *_, count = sums = all_reduce(torch.cat([parts, count[None]]), ranks)
     if count.device.type == "cpu" and count.isnan():  # on a GPU the loss is NaN, because the host would have to wait
         raise ValueError(
             f"labels: some are negative on some rank, and not ignore_index={ignore_index}; pass the ignore_index that "
             "F.cross_entropy gets"
         )
-    share = 1 / count / (size_of(ranks) if gradients == "sum" else 1)
-    return total / count, torch.where(counts, share, 0.0)
+    dtype = sum_dtype(losses)
+    return (sums[:-1].sum() / count).to(dtype), torch.where(counts, 1 / count, 0.0).to(dtype)
+
+
+def exact_sum(x: Tensor) -> Tensor:
+    """The sum of ``x``, in parts ``[3]``, float64. The parts do not depend on the order, also of a sum over ranks."""
+    parts: Tensor = _ExactSum.apply(x)
+    return parts
+
+
+class _ExactSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        parts, rest = [], x.double()
+        for unit in _UNITS:
+            whole = (rest / unit).round() * unit
+            parts.append(whole.sum())
+            rest = (rest - whole).nan_to_num()  # infinity is in the first part only
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # the same number for each part, because their sum is used
+        return grad[0].to(ctx.dtype).expand(ctx.shape)
 
 
 @operation("token_loss")
@@ -197,6 +223,7 @@ class _MeanOverTokens(torch.autograd.Function):
         ctx.mark_non_differentiable(shares)
         ctx.set_materialize_grads(False)
         ctx.sharding, ctx.dtype = constants[0], losses.dtype
+        ctx.divisor = size_of(ctx.sharding.all_ranks) if constants[-1] == "sum" else 1
         return loss, shares
 
     @staticmethod
@@ -204,20 +231,32 @@ class _MeanOverTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         (shares,) = ctx.saved_tensors
         # Multiplied in float32, because a share may underflow in half precision before a loss scaler has multiplied it.
-        return (sum_of_gradients(grad, ctx.sharding) * shares).to(ctx.dtype), *[None] * 5
+        return (sum_of_gradients(grad, ctx.sharding) / ctx.divisor * shares).to(ctx.dtype), *[None] * 5
 
 
-class AllReduceSum(torch.autograd.Function):
-    """The sum of the ranks' ``x``, which every rank uses. Backward sums the gradients of all of them, over ``divisor``.
+class AllReduced(torch.autograd.Function):
+    """The sum of the ranks' ``x``. The gradient is this rank's: let ``SummedGradients`` sum it over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        return all_reduce(x.detach().clone(), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class SummedGradients(torch.autograd.Function):
+    """``x``, which every rank holds and uses. Backward sums the gradients of all of them, over ``divisor``.
 
     The divisor is the number of ranks where gradients are summed instead of averaged, and otherwise 1.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None, divisor: int = 1) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None, divisor: int) -> Tensor:
         ctx.group, ctx.divisor = group, divisor
-        return all_reduce(x.detach().clone(), group)
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return AllReduceSum.apply(grad, ctx.group) / ctx.divisor, None, None
+        return AllReduced.apply(grad, ctx.group) / ctx.divisor, None, None

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
+from ..layers.exact import is_invariant
+from ..patching.forwards import WithoutHooks
 from .zero import is_partitioned
 
 OWNER = "seqpar.memory"  # of the forwards that it replaces
@@ -61,6 +63,12 @@ class SummedWeights:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        if is_invariant(module):
+            raise ValueError(
+                f"{type(module).__name__}: invariant_layers sums the gradients of its weights over the ranks in each "
+                "call, so that it cannot be called for some tokens at a time; leave out tiled_loss and the tiles of "
+                "seqpar.Memory"
+            )
         self.module = module
         self.sums: dict[str, Tensor] = {
             name: _Sum.apply(p)
@@ -84,16 +92,4 @@ class SummedWeights:
                 values[f"module.{name}"] = _Weight.apply(*parts)
             elif cut is not None:
                 values[f"module.{name}"] = cut(name, p)
-        return functional_call(_WithoutHooks(self.module, forward), values, args, kwargs)
-
-
-class _WithoutHooks(nn.Module):
-    """Calls the original forward of ``module``, without the hooks of ``module``."""
-
-    def __init__(self, module: nn.Module, forward: OriginalForward) -> None:
-        super().__init__()
-        self.module = module
-        self._run = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        return functional_call(WithoutHooks(self.module, forward), values, args, kwargs)

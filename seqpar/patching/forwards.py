@@ -164,3 +164,15 @@ def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     ours = [slot for slot in (*hooks, (own, name)) if runs_of(slot[0].get(slot[1]))]
     inner = [slot for slot in hooks if not isinstance(slot[0].get(slot[1]), partial | None)]  # a hook is a partial
     return (*ours, *inner, (own, name))[0]
+
+
+class WithoutHooks(nn.Module):
+    """Calls the original forward of ``module``, without the hooks of ``module``."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._run = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)

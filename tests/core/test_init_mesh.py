@@ -189,6 +189,7 @@ def calls_without_a_group() -> dict[str, Callable[[], Any]]:
         "token_loss": lambda: seqpar.token_loss(losses, labels),
         "sync_gradients": lambda: seqpar.sync_gradients(linear),
         "average_in_backward": lambda: seqpar.average_in_backward(linear),
+        "invariant_layers": lambda: seqpar.invariant_layers(linear),
         "clip_grad_norm_": lambda: seqpar.clip_grad_norm_(linear, 1.0),
         "verify": lambda: seqpar.verify(linear, step, step),
         "MegatronMLP": lambda: seqpar.MegatronMLP(32, 48),

@@ -155,4 +155,6 @@ def train(group: ProcessGroup, seed: int, schedule: str, strategy: str) -> None:
 def test_schedules(own: OwnPool, schedule: str, strategy: str) -> None:
     if not hasattr(pipelining, f"Schedule{schedule}"):
         pytest.skip(f"this torch has no {schedule}")
+    if schedule in V_SHAPED and torch.__version__ < "2.13":
+        pytest.skip("this torch sends from a rank to itself first, which gloo cannot")
     own.pool.run(4, train, int(torch.randint(1 << 30, ())), schedule, strategy)

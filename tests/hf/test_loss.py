@@ -38,6 +38,8 @@ from .workers import (
     check_loss,
     gradients,
     make_batch,
+    one_device_of,
+    parallel,
     rounding_of,
     tiny,
     trained,
@@ -541,3 +543,28 @@ def test_log_probs_hold_few_logits() -> None:
     with LiveBytes() as live:
         seqpar.hf.token_log_probs(model, make_batch("plain", 512, 1)).sum().backward()
     assert live.peak < 14 << 20, live.peak
+
+
+@on_ranks
+def step_in_exact_sums(group: ProcessGroup, kind: str, how: str) -> Result:
+    layout = "zigzag" if group.size() == 2 else "contiguous"
+    model = parallel(group, kind, deterministic="invariant", layout=layout, loss_chunk=4, gradients="sum")
+    with seqpar.invariant_layers(model, group=group, reduce="sum"):
+        loss = model(**make_batch(how)).loss
+        loss.backward()
+    return Result(loss.item(), gradients(model))
+
+
+@pytest.mark.thorough(kind=["qwen3", "gemma2", "gpt2"])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("llama", "packed"), ("qwen3", "left"), ("gemma2", "plain"), ("gpt2", "right")]
+)
+def test_a_step_has_the_same_bits_on_any_number_of_ranks(pool: Pool, kind: str, how: str) -> None:
+    """The ranks have other numbers of labels, and so of chunks of logits."""
+    (first,) = pool.run(1, step_in_exact_sums, kind, how)
+    check(first, one_device_of(kind, how))
+    for ranks in (2, 3):
+        for result in pool.run(ranks, step_in_exact_sums, kind, how):
+            assert result.loss == first.loss
+            unequal = [name for name, g in result.gradients.items() if not torch.equal(g, first.gradients[name])]
+            assert not unequal, (ranks, unequal)

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ...comm.handshake import propagate_errors
+from ...layers.exact import is_invariant
+from ...layers.loss import exact_sum
 from ...memory.weights import SummedWeights
 from ...patching.replaced import replaced
 from ..batch import BOUNDARY_NAMES, IGNORE_INDEX, BatchCut, BatchSpec
@@ -239,13 +241,16 @@ def summed_cross_entropy(
     chunk: int | None,
     few_count: bool,
 ) -> Tensor:
-    """``fused_cross_entropy``, for any head. A head that is no plain linear layer computes its logits twice."""
+    """``fused_cross_entropy``, for any head, as the parts of a sum ``[1 or 3]``.
+
+    A head that is no plain linear layer computes its logits twice.
+    """
 
     def compute(hidden: Tensor, head: Any, forward: Callable[..., Tensor] | None) -> Tensor:
         rows = hidden.flatten(0, -2)  # [tokens, hidden]
         if forward is not None:
-            return -_scores(logits, rows, labels, head, forward, chunk, few_count).sum()
-        return fused_cross_entropy(rows, head, labels, logits.pointwise, IGNORE_INDEX, chunk, few_count)
+            return exact_sum(-_scores(logits, rows, labels, head, forward, chunk, few_count))
+        return fused_cross_entropy(rows, head, labels, logits.pointwise, IGNORE_INDEX, chunk, few_count)[None]
 
     return logits.in_forward(compute)
 
@@ -302,7 +307,11 @@ def _scores(
         rows, labels = rows[counted], labels[counted]
     chunk = chunk or max(1, _CHUNK_BYTES // (4 * logits.vocabulary))
     # In backward, a wrapper may have given the module other tensors for its weight.
-    project: Callable[..., Tensor] = F.linear if forward is None else partial(SummedWeights(head).call, forward)
+    project: Callable[..., Tensor] = F.linear
+    if forward is not None and is_invariant(head):  # it sums over ranks, which may have other numbers of chunks
+        project, chunk = forward, max(len(rows), 1)
+    elif forward is not None:
+        project = partial(SummedWeights(head).call, forward)
     weights = (head.weight, head.bias) if forward is None else ()
 
     def score(rows: Tensor, wanted: Tensor, *weights: Any) -> Tensor:

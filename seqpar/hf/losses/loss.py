@@ -21,13 +21,15 @@ from torch.utils._pytree import tree_leaves
 
 from ...base.checks import no_compile
 from ...comm.collectives import all_gather, run, sum_shards
-from ...layers.loss import AllReduceSum
+from ...layers.loss import AllReduced, SummedGradients, exact_sum
 from ...patching.replaced import replaced_in
 from ...ranks.mesh import size_of
 from ..batch import IGNORE_INDEX, BatchShard
 from ..inspection.support import default_loss
 from ..state import Forward, Patch, forwards
 from .logits import LazyLogits, label_log_probs, summed_cross_entropy
+
+OfSum = Callable[[Tensor], Tensor]  # what is computed of a sum over the ranks
 
 WHOLE = "_seqpar_whole"  # an attribute of logits of all tokens, in the outputs of a model
 _ROUTER_LOSS = "load_balancing_loss_func"
@@ -129,21 +131,21 @@ class TokenLoss:
         in_rows, labels = labels, labels.reshape(-1)  # [tokens]
         if shard.weights is not None:
             log_probs = label_log_probs(logits, in_rows, self.patch.settings.loss_chunk)
-            total = -(log_probs * shard.weights.to(log_probs.device)).sum()
+            total = exact_sum(-(log_probs * shard.weights.to(log_probs.device)))  # [parts]
         elif isinstance(logits, LazyLogits) and logits.full is None:
             total = summed_cross_entropy(logits, labels, self.patch.settings.loss_chunk, few_count)
         else:
             flat = logits.reshape(len(labels), -1).float()  # [tokens, vocabulary]
-            total = F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        if num_items_in_batch is not None:
-            return reduce_over_ranks(_divide(total, num_items_in_batch), self.patch, self.model)
-        patch = self.patch
-        if patch.settings.batches == "per_rank" or size_of(patch.loss_ranks) == patch.ranks:
-            return reduce_over_ranks(_divide(total, shard.num_items), patch, self.model)
+            total = exact_sum(F.cross_entropy(flat, labels, ignore_index=IGNORE_INDEX, reduction="none"))
+        patch, items = self.patch, shard.num_items if num_items_in_batch is None else num_items_in_batch
+        by_replica = num_items_in_batch is None and patch.settings.batches != "per_rank"
+        if not by_replica or size_of(patch.loss_ranks) == patch.ranks:
+            return _note(_sum_over_ranks(total, patch, lambda parts: _divide(parts.sum(), items).float()), self.model)
         # The ranks of a sequence count the same labels, and the replicas along dp others.
         assert shard.num_items is not None
-        items = total.new_tensor(shard.num_items / patch.ranks)
-        return _note(_divide(*_sum_over(torch.stack([total, items]), patch.loss_ranks, patch).unbind()), self.model)
+        sums = torch.cat([total, total.new_tensor([shard.num_items / patch.ranks])])
+        mean = _sum_over(sums, patch.loss_ranks, patch, lambda sums: _divide(sums[:-1].sum(), sums[-1]).float())
+        return _note(mean, self.model)
 
 
 def _divide(total: Tensor, num_items: Any) -> Tensor:
@@ -251,16 +253,20 @@ def reduce_over_ranks(local_loss: Tensor, patch: Patch, model: nn.Module) -> Ten
     return _note(_sum_over_ranks(local_loss, patch), model)
 
 
-def _sum_over_ranks(local_loss: Tensor, patch: Patch) -> Tensor:
+def _sum_over_ranks(local_loss: Tensor, patch: Patch, then: OfSum = lambda x: x) -> Tensor:
     # With batches="per_rank", the all-to-all of the outputs sums the parts of the loss.
-    return local_loss if patch.settings.batches == "per_rank" else _sum_over(local_loss, patch.sequence_group, patch)
+    if patch.settings.batches == "per_rank":
+        return then(local_loss)
+    return _sum_over(local_loss, patch.sequence_group, patch, then)
 
 
-def _sum_over(x: Tensor, group: ProcessGroup | None, patch: Patch) -> Tensor:
+def _sum_over(x: Tensor, group: ProcessGroup | None, patch: Patch, then: OfSum) -> Tensor:
+    """``then`` of the sum of the ranks' ``x``. Backward sums the gradients of the result."""
     if size_of(group) == 1:
-        return x
-    total: Tensor = AllReduceSum.apply(x, group, size_of(group) if patch.settings.gradients == "sum" else 1)
-    return total
+        return then(x)
+    divisor = size_of(group) if patch.settings.gradients == "sum" else 1
+    result: Tensor = SummedGradients.apply(then(AllReduced.apply(x, group)), group, divisor)
+    return result
 
 
 def _note(loss: Tensor, model: nn.Module) -> Tensor:
