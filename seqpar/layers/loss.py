@@ -255,7 +255,7 @@ class SummedGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None, divisor: int) -> Tensor:
         ctx.group, ctx.divisor = group, divisor
-        return x.view_as(x)
+        return x.clone()  # the user may add to a loss in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:

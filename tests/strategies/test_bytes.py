@@ -485,10 +485,10 @@ def bytes_around_the_layers(group: ProcessGroup, dtype: torch.dtype) -> list[int
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_around_the_layers(pool: Pool, world: int, dtype: torch.dtype) -> None:
     """``shard`` sends nothing. ``unshard`` all-gathers, and its backward reduce-scatters in float32. The loss
-    all-reduces a sum and a count, and its backward one gradient: float32, counted as rings."""
+    all-reduces a sum in three parts and a count in float64, its backward one gradient in float32: counted as rings."""
     shard = BATCH * TOKENS // world * 24
     gather, scatter = ((world - 1) * shard * size for size in (dtype.itemsize, 4))
-    loss, gradient = (2 * 4 * numbers * (world - 1) // world for numbers in (2, 1))
+    loss, gradient = (2 * nbytes * (world - 1) // world for nbytes in (4 * 8, 4))
     assert pool.run(world, bytes_around_the_layers, dtype) == [[0, 0, gather, scatter, loss, gradient]] * world
 
 
