@@ -135,7 +135,7 @@ def is_invariant(module: nn.Module) -> bool:
 
 def _run_of(name: str, module: nn.Module) -> Any:
     """What to run in place of the forward of ``module``; None if the module has no parameters of its own."""
-    own = dict(module.named_parameters(recurse=False))
+    own = _own(module)
     for key, p in own.items():
         if is_dtensor(p):
             raise ValueError(f"{name}.{key}: it is sharded; call invariant_layers on a model of whole weights")
@@ -144,8 +144,14 @@ def _run_of(name: str, module: nn.Module) -> Any:
     return _in_norm if all(p.dim() == 1 for p in own.values()) else _in_exact_products
 
 
+def _own(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the module itself, and not also of a module in it, as the bias of BERT's head is."""
+    inner = {p for child in module.children() for p in child.parameters()}
+    return {name: p for name, p in module.named_parameters(recurse=False) if p not in inner}
+
+
 def _unknown(module: nn.Module) -> ValueError:
-    shapes = ", ".join(f"{key} {tuple(p.shape)}" for key, p in module.named_parameters(recurse=False))
+    shapes = ", ".join(f"{key} {tuple(p.shape)}" for key, p in _own(module).items())
     return ValueError(
         f"{type(module).__name__}: invariant_layers does not know how it uses its parameters ({shapes}), so that their "
         "gradients may depend on the number of ranks; expected linear layers, embeddings without max_norm, sparse and "
@@ -165,11 +171,11 @@ class _ExactProducts(TorchFunctionMode):
 
     def __init__(self, over: _Over, summed: set[Tensor], module: nn.Module) -> None:
         super().__init__()
-        self.over, self.summed, self.module = over, summed, module
+        self.over, self.summed, self.module, self.own = over, summed, module, [*_own(module).values()]
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        own = [x for x in tree_leaves((args, kwargs)) if any(x is p for p in self.module.parameters(recurse=False))]
+        own = [x for x in tree_leaves((args, kwargs)) if any(x is p for p in self.own)]
         if own and (run := _EXACT.get(function)) is not None:
             self.summed.update(own)
             return run(self, *args, **kwargs)
@@ -211,7 +217,7 @@ _EXACT: dict[Any, Any] = {
 def _in_norm(over: _Over, summed: set[Tensor], module: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward with a copy of each weight for each token. The gradient of a weight is the sum of its copies'."""
     x = next(iter((*args, *kwargs.values())), None)  # [..., hidden]
-    weights = {key: p for key, p in module.named_parameters(recurse=False) if p.requires_grad}
+    weights = {key: p for key, p in _own(module).items() if p.requires_grad}
     if not isinstance(x, Tensor) or any(p.shape != x.shape[-1:] for p in weights.values()):
         raise _unknown(module)
     summed.update(weights.values())

@@ -555,9 +555,9 @@ def step_in_exact_sums(group: ProcessGroup, kind: str, how: str) -> Result:
     return Result(loss.item(), gradients(model))
 
 
-@pytest.mark.thorough(kind=["qwen3", "gemma2", "gpt2"])
+@pytest.mark.thorough(kind=["qwen3", "gemma2", "gpt2", "bert"])
 @pytest.mark.parametrize(
-    ("kind", "how"), [("llama", "packed"), ("qwen3", "left"), ("gemma2", "plain"), ("gpt2", "right")]
+    ("kind", "how"), [("llama", "packed"), ("qwen3", "left"), ("gemma2", "plain"), ("gpt2", "right"), ("bert", "plain")]
 )
 def test_a_step_has_the_same_bits_on_any_number_of_ranks(pool: Pool, kind: str, how: str) -> None:
     """The ranks have other numbers of labels, and so of chunks of logits."""
