@@ -244,7 +244,7 @@ class _ExactLinear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.over = over
         out = _product(x.reshape(-1, x.shape[-1]), weight.T).view(*x.shape[:-1], len(weight))
-        return out if bias is None else out + bias
+        return (out if bias is None else out + bias).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -252,8 +252,8 @@ class _ExactLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad, rows = grad.reshape(-1, len(weight)), x.reshape(-1, x.shape[-1])  # [t, out], [t, in]
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = _product(grad, weight).view_as(x) if needs_x else None
-        dw = _product(grad.T, rows, ctx.over) if needs_weight else None
+        dx = _product(grad, weight).view_as(x).to(x.dtype) if needs_x else None
+        dw = _product(grad.T, rows, ctx.over).to(x.dtype) if needs_weight else None
         return dx, dw, _sum_of_rows(grad, ctx.over) if needs_bias else None, None
 
 
@@ -276,7 +276,7 @@ class _ExactEmbedding(torch.autograd.Function):
             torch.zeros(weight.shape, dtype=torch.float64, device=grad.device).index_add_(0, ids, part)
             for part in _integers(grad, scale)
         ]
-        return None, _rounded(parts, scale, ctx.over).to(weight.dtype), None, None
+        return None, _reduced(parts, scale, ctx.over).to(weight.dtype), None, None
 
 
 class _WeightCopies(torch.autograd.Function):
@@ -295,18 +295,18 @@ class _WeightCopies(torch.autograd.Function):
 
 def _sum_of_rows(rows: Tensor, over: _Over) -> Tensor:
     """``rows [t, d]`` summed over t and over the ranks."""
-    return _product(rows.new_ones(1, len(rows)), rows, over)[0]
+    return _product(rows.new_ones(1, len(rows)), rows, over)[0].to(rows.dtype)
 
 
 def _product(a: Tensor, b: Tensor, over: _Over = _ALONE) -> Tensor:
-    """``a [m, k] @ b [k, n]``, summed over the ranks, and rounded once to the dtype of ``a``."""
+    """``a [m, k] @ b [k, n]``, summed over the ranks: float64."""
     by_row, by_column = _scales(a, b.T, terms=a.shape[1], over=over).split([len(a), b.shape[1]])
     left, right = _integers(a, by_row[:, None]), _integers(b, by_column)
     parts = []
     for k in range(len(left)):  # products with the same power of two
         pairs = [left[i] @ right[k - i] for i in range(k + 1)]  # [m, n] each
         parts.append(torch.stack(pairs).sum(0))
-    return _rounded(parts, by_row[:, None] * by_column, over).to(a.dtype)
+    return _reduced(parts, by_row[:, None] * by_column, over)
 
 
 def _scales(*factors: Tensor, terms: int, over: _Over) -> Tensor:
@@ -334,7 +334,7 @@ def _integers(x: Tensor, scale: Tensor) -> list[Tensor]:
     return found
 
 
-def _rounded(parts: list[Tensor], scale: Tensor, over: _Over) -> Tensor:
+def _reduced(parts: list[Tensor], scale: Tensor, over: _Over) -> Tensor:
     """``scale * sum(parts[i] * 2 ** (-14 * i))``, summed over the ranks, over the divisor: float64."""
     with operation("the backward of invariant_layers"):
         sums = all_reduce(torch.stack(parts), over.ranks)
