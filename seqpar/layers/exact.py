@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -75,8 +76,8 @@ def invariant_layers(
     Args:
         module: the model, built in the same way on every rank. Its parameters must belong to modules that call
             ``F.linear``, ``F.embedding`` or ``torch.addmm`` with them, and to norms: ``nn.LayerNorm``, ``nn.RMSNorm``,
-            and modules that multiply ``[..., hidden]`` by a weight ``[hidden]`` or add one, token by token, as the
-            norms of transformers do.
+            and other modules that multiply ``[..., hidden]`` by a weight ``[hidden]`` or add one, token by token, as
+            the norms of transformers do.
         mesh: the mesh that was given to the layers. The sums are over all its ranks, the replicas along dp included.
         group: all ranks whose losses are averaged, as a ProcessGroup. With neither, the default group.
         reduce: "sum" if the loss of each rank is its share of one device's loss, as with ``gradients="sum"`` in
@@ -221,21 +222,33 @@ def _in_norm(over: _Over, summed: set[Tensor], module: Any, forward: Any, *args:
     if not isinstance(x, Tensor) or any(p.shape != x.shape[-1:] for p in weights.values()):
         raise _unknown(module)
     summed.update(weights.values())
-    copies = {key: _WeightCopies.apply(p, x.shape[:-1], over) for key, p in weights.items()}
-    if type(module) in (nn.LayerNorm, nn.RMSNorm):  # PyTorch's functions take [hidden] only
-        run: Any = F.layer_norm if type(module) is nn.LayerNorm else F.rms_norm
-        out = run(x, module.normalized_shape, eps=module.eps)
-        for key, combine in (("weight", torch.mul), ("bias", torch.add)):
-            if (p := copies.get(key, getattr(module, key, None))) is not None:
-                out = combine(out, p)
-        return out
-    of_module = {f"module.{key}": p for key, p in copies.items()}
-    out = functional_call(WithoutHooks(module, forward), of_module, args, kwargs)
-    with torch.no_grad():
-        plain = forward(*args, **kwargs)
+    copies = {f"module.{key}": _WeightCopies.apply(p, x.shape[:-1], over) for key, p in weights.items()}
+    with _NormsInSteps():
+        try:
+            out = functional_call(WithoutHooks(module, forward), copies, args, kwargs)
+        except RuntimeError as error:  # of shapes that do not fit
+            raise _unknown(module) from error
+        with torch.no_grad():
+            plain = forward(*args, **kwargs)
     if not isinstance(out, Tensor) or not torch.allclose(out, plain, rtol=0, atol=0, equal_nan=True):
         raise _unknown(module)
     return out
+
+
+class _NormsInSteps(TorchFunctionMode):
+    """In the block, ``F.layer_norm`` and ``F.rms_norm`` multiply by the weight and add the bias in steps of their own.
+
+    Weight and bias may therefore be copies ``[..., hidden]`` for each token.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in (F.layer_norm, F.rms_norm):
+            return function(*args, **(kwargs or {}))
+        given = signature(function).bind(*args, **(kwargs or {})).arguments
+        weight, bias = given.pop("weight", None), given.pop("bias", None)
+        out = function(**given)
+        out = out if weight is None else out * weight
+        return out if bias is None else out + bias
 
 
 class _ExactLinear(torch.autograd.Function):

@@ -335,6 +335,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a decoder of another name": (hidden_decoder, "it has no decoder that takes encoder_hidden_states"),
     "batches": (lambda: with_settings(batches="per_rank"), "batches='per_rank': it is not supported for Bart"),
     "scale": (lambda: with_settings(softmax_scale=1.0), "softmax_scale=1.0: it is not supported for Bart"),
+    "bits": (lambda: with_settings(deterministic="invariant"), "its states are summed over the ranks"),
     "slopes": (lambda: with_settings(alibi_slopes=[1.0] * 4), "alibi_slopes=.* it is not supported for Bart"),
     "towers": (lambda: with_settings(split_towers=True), "split_towers=True: it is not supported for Bart"),
     "memory": (lambda: with_settings(memory=seqpar.Memory(8)), "activation_checkpointing_enable"),

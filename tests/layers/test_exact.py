@@ -38,6 +38,13 @@ class ScaleNorm(nn.Module):
         return self.weight * (hidden_states * scale.to(hidden_states.dtype)) + self.offset
 
 
+class PlusOne(nn.LayerNorm):
+    """A norm as Nemotron has it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
 class Scaling(nn.Embedding):
     """An embedding as Gemma has it."""
 
@@ -51,17 +58,17 @@ class Model(nn.Module):
     def __init__(self, strategy: str, **options: Any) -> None:
         super().__init__()
         self.embed = Scaling(VOCAB, HIDDEN, padding_idx=3)
-        self.norms = nn.ModuleList([nn.LayerNorm(HIDDEN), nn.RMSNorm(HIDDEN), ScaleNorm()])
+        self.norms = nn.ModuleList([PlusOne(HIDDEN), nn.RMSNorm(HIDDEN), ScaleNorm()])
         self.attention = seqpar.ParallelAttention(strategy, HIDDEN, 4, 2, qk_norm=True, bias=True, **options)
         self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN, bias=False)
-        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCAB, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor, labels: Tensor, mask: Mask, **loss: Any) -> Tensor:
         x = self.embed(ids)
         x = x + self.attention(self.norms[0](x), mask=mask)
         x = x + self.down(F.silu(self.up(self.norms[1](x))))
-        logits = self.head(self.norms[2](hidden_states=x))
+        logits = self.head(self.norms[2](hidden_states=self.norm(x)))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
         return seqpar.token_loss(losses, labels, **loss)
@@ -113,10 +120,12 @@ def reference(dtype: torch.dtype, compute: torch.dtype) -> dict[str, Tensor]:
     x = model.embed(ids)
     x = x + model.attention(model.norms[0](x), mask=Mask.documents([0, 77, TOKENS]))
     x = x + model.down(F.silu(model.up(model.norms[1](x))))
-    losses = F.cross_entropy(model.head(model.norms[2](x)).mT.to(torch.promote_types(compute, torch.float32)), labels)
+    losses = F.cross_entropy(
+        model.head(model.norms[2](model.norm(x))).mT.to(torch.promote_types(compute, torch.float32)), labels
+    )
     losses.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": losses.detach(), **gradients}
+    return {"loss": loss.detach(), **gradients}
 
 
 def check_bits(found: dict[int, list[dict[str, Tensor]]], dtype: torch.dtype) -> None:

@@ -71,6 +71,10 @@ def check_settings(settings: Settings, name: str) -> None:
         "softmax_scale": (settings.softmax_scale is not None, "the encoder and the cross-attentions do not have it"),
         "alibi_slopes": (settings.alibi_slopes is not None, "the encoder and the cross-attentions do not have them"),
         "split_towers": (settings.split_towers, "its encoder is no tower before a text model"),
+        "deterministic": (
+            settings.deterministic == "invariant",
+            "the gradients of its states are summed over the ranks",
+        ),
         "memory": (settings.memory is not None, "model.activation_checkpointing_enable() works"),
     }
     for argument, (given, why) in reasons.items():
