@@ -120,10 +120,9 @@ def reference(dtype: torch.dtype, compute: torch.dtype) -> dict[str, Tensor]:
     x = model.embed(ids)
     x = x + model.attention(model.norms[0](x), mask=Mask.documents([0, 77, TOKENS]))
     x = x + model.down(F.silu(model.up(model.norms[1](x))))
-    losses = F.cross_entropy(
-        model.head(model.norms[2](model.norm(x))).mT.to(torch.promote_types(compute, torch.float32)), labels
-    )
-    losses.backward()
+    logits = model.head(model.norms[2](model.norm(x))).to(torch.promote_types(compute, torch.float32))
+    loss = F.cross_entropy(logits.mT, labels)
+    loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss.detach(), **gradients}
 
