@@ -153,7 +153,7 @@ def test_a_training_has_the_same_bits_on_any_number_of_ranks(
 
 def test_averaged_gradients(pool: Pool) -> None:
     found = {ranks: pool.run(ranks, train, torch.float32, 2, "mean") for ranks in (1, 2, 3, 4)}
-    (of_three, *_) = found.pop(3)  # the bits are those of powers of two
+    (of_three, *_) = found.pop(3)  # equal bits are promised on powers of two
     for name, x in of_three.items():
         assert_close(x, found[1][0][name], what=name)
     check_bits(found, torch.float32)
@@ -229,6 +229,17 @@ class Scaled(nn.Module):
         return x * self.weight / self.weight.norm()
 
 
+class Summed(nn.Module):
+    """Adds the sum of its weight, which is 0 at first, also over copies for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.sum()
+
+
 IDS = torch.zeros(1, 3, dtype=torch.long)
 
 
@@ -241,6 +252,7 @@ IDS = torch.zeros(1, 3, dtype=torch.long)
         (nn.GRUCell(4, 4), torch.randn(3, 4)),
         (nn.GroupNorm(2, 4), torch.randn(3, 4, 5)),
         (Scaled(), torch.randn(1, 4, HIDDEN)),
+        (Summed(), torch.randn(1, 4, HIDDEN)),
     ],
     ids=lambda value: type(value).__name__,
 )
